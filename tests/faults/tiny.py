@@ -51,6 +51,11 @@ def mlp(pause: float = 0.002) -> shoal.Run:
     return run_of(pause)
 
 
+def unlike(pause: float = 0.002) -> shoal.Run:
+    """On a host where TINY_SEED is set, it is another run."""
+    return run_of(pause, seed=int(os.environ.get("TINY_SEED", "0")))
+
+
 def telling(pause: float = 0.002, file: str = "member") -> shoal.Run:
     """Each rank writes down what its process knows: its number, and the secret of the run."""
 

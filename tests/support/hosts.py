@@ -67,6 +67,54 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
                 _ip("netns", "delete", host.namespace)
 
 
+@contextmanager
+def several_hosts(count: int) -> Iterator[list[Host]]:
+    """Hosts that are each plugged into one switch. Raises NoNamespaces where none can be made."""
+    mark = os.urandom(3).hex()
+    hosts = [Host(f"shoal-{mark}-{i}", f"10.78.0.{i + 1}", f"sh{mark}{i}") for i in range(count)]
+    switch = f"shoal-{mark}-switch"
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for host in hosts:
+            _ip("netns", "add", host.namespace)
+            port = f"{host.interface}s"
+            _ip("link", "add", host.interface, "type", "veth", "peer", "name", port)
+            _ip("link", "set", host.interface, "netns", host.namespace)
+            _ip("link", "set", port, "netns", switch)
+            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            for interface in ("lo", host.interface):
+                _ip("-n", host.namespace, "link", "set", interface, "up")
+        yield hosts
+    finally:
+        for namespace in (*(host.namespace for host in hosts), switch):
+            if Path("/run/netns", namespace).exists():
+                _ip("netns", "delete", namespace)
+
+
+def write_ssh(path: Path, hosts: Mapping[str, Host], hidden: Path | None = None) -> str:
+    """A command in the place of ssh, which enters the host's namespace instead. There a directory
+    is hidden, as if its disk were the first host's own. Returns what SHOAL_SSH is to be."""
+    cases = "\n".join(f"{name}) space={host.namespace} ;;" for name, host in hosts.items())
+    hide = "" if hidden is None else f"mount -t tmpfs none '{hidden}' && "
+    path.write_text(
+        f"""#!/bin/sh
+host=$1
+shift
+case $host in
+{cases}
+*) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
+esac
+cd /
+exec ip netns exec $space sh -c "{hide}exec $*"
+"""
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
 def _ip(*words: str) -> None:
     try:
         subprocess.run(["ip", *words], capture_output=True, check=True, text=True)

@@ -277,6 +277,16 @@ def test_one_object_and_a_picture(pool: Pool, tmp_path: Path) -> None:
     assert picture.startswith("<svg") and "Not drawn: 56 more ranks." in picture
 
 
+def test_which_host_each_rank_would_be_on(pool: Pool, tmp_path: Path) -> None:
+    words = (f"{TINY}:line", "--plan", "data=8", "--nodes", "2")
+    done = shoal_explain(pool, tmp_path, *words)
+    assert done.exit_code == 0, done.errors
+    assert "host 0  ranks 0, 1, 2, 3\n" in done.output
+    assert "gradients cross hosts in clear text: it needs --trust-network" in done.output
+    done = shoal_explain(pool, tmp_path, *words, "--json")
+    assert msgspec.json.decode(done.output)["host_of_seat"] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -284,6 +294,12 @@ def test_one_object_and_a_picture(pool: Pool, tmp_path: Path) -> None:
         ((f"{TINY}:line", "--plan", "pipeline=4"), 2, "cannot be cut into 4 stages"),
         ((f"{TINY}:line", "--plan", "date=2"), 2, "Did you mean 'data'?"),
         ((f"{TINY}:line", "--svg", "absent/plan.svg"), 2, "The picture cannot be written"),
+        ((f"{TINY}:line", "--slots", "2"), 2, "--slots has no effect without --nodes N"),
+        (
+            (f"{TINY}:line", "--plan", "data=8", "--nodes", "2", "--slots", "3"),
+            2,
+            "has 8 ranks, and the hosts have slots for 6: 3 on host 0, 3 on host 1",
+        ),
         ((f"{TINY}:fails",), 1, "a key of the recipe's own"),
         ((f"{TINY}:absent",), 2, "has no recipe 'absent'"),
     ],

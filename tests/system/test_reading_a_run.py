@@ -138,4 +138,3 @@ def test_nobody_joins_by_an_invitation_of_another_user(
     said = capsys.readouterr().err
     assert ("is a link" if what == "link" else "belongs to user 65534") in said
     assert not traps_that_ran(run)
-

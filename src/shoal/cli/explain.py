@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 @options.settings
 @options.ranks
 @click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    help="Also say which of so many hosts each rank and server would be on.",
+)
+@click.option(
+    "--slots",
+    type=click.IntRange(min=1),
+    help="With --nodes: how many ranks each host takes. Default: as many as it would have to.",
+)
+@click.option(
     "--svg",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -43,6 +53,8 @@ def explain(recipe: str, settings: dict[str, str], **given: Any) -> None:
     """
     options.refuse_unusable_process()
     options.check_plan(given["plan"])
+    if given["slots"] is not None and given["nodes"] is None:
+        raise UsageError("--slots has no effect without --nodes N.")
     sys.exit(_explain(recipe, settings, given))
 
 
@@ -72,11 +84,37 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
     found = msgspec.msgpack.decode(content, type=Explanation)
     if given["svg"] is not None:
         _draw(found, recipe, given["svg"])
+    placement = _placement(found, given) if given["nodes"] is not None else None
     if given["as_json"]:
-        print(msgspec.json.encode(found).decode(), flush=True)
-    else:
-        click.echo(format_explanation(found, recipe))
+        hosts = {} if placement is None else {"host_of_seat": placement}
+        print(msgspec.json.encode(msgspec.to_builtins(found) | hosts).decode(), flush=True)
+        return 0
+    click.echo(format_explanation(found, recipe))
+    if placement is not None:
+        click.echo(_of_hosts(found, placement))
     return 0
+
+
+def _placement(found: "Explanation", given: dict[str, Any]) -> tuple[int, ...]:
+    from shoal.cluster.placement import place
+    from shoal.plans.plan import Plan
+
+    plan, nodes = Plan.parse(found.plan), given["nodes"]
+    replica, replicas = plan.tensor * plan.pipeline, plan.num_replicas
+    enough = -(-replicas // nodes) * replica if replicas >= nodes else -(-plan.num_ranks // nodes)
+    return place(plan, dict.fromkeys(range(nodes), given["slots"] or enough))
+
+
+def _of_hosts(found: "Explanation", placement: tuple[int, ...]) -> str:
+    from shoal.cluster.placement import clear_text, describe_placement
+    from shoal.formatting import table
+    from shoal.plans.plan import Plan
+
+    plan = Plan.parse(found.plan)
+    rows = [["host", "ranks and servers"], *map(list, describe_placement(plan, placement))]
+    what = clear_text(plan) if len({*placement[: plan.num_ranks]}) > 1 else ""
+    note = f"\n\n- {what} cross hosts in clear text: it needs --trust-network" if what else ""
+    return f"\n{table(rows, ())}{note}"
 
 
 def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> "Explanation":

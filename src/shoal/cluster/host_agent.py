@@ -109,7 +109,7 @@ def serve_run(invitation: Invitation, options: AgentOptions) -> RunEnded:
     patience_s, rejoin_s, why = ANSWER_S, 0.0, ""
     while True:
         with scratch_directory("shoal-agent-", options.scratch) as scratch:
-            session = _Session(invitation, address, scratch, options.tell, patience_s)
+            session = AgentSession(invitation, address, scratch, options.tell, patience_s)
             try:
                 ended = session.serve(options.prepare)
             except _CutOff as error:
@@ -150,7 +150,7 @@ def _prepare_when_told(told: int, path: Path, prepare: PrepareHere) -> tuple[Fac
     return prepare(here)
 
 
-class _Session:
+class AgentSession:
     """One membership in the run, from the request to join to the end; `host_links.py` has the first
     host's side."""
 

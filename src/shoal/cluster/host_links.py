@@ -248,6 +248,7 @@ class HostLinks:
         if len(self.live) >= self._rules.num_others:
             why = f"The run has all of its {self._rules.num_hosts} hosts already."
         if why or self.is_closing:
+            self._refused.append(f"a host ({request.name}, {request.address}): {why}")
             self.send(host, JoinRefused("The run has ended." if self.is_closing else why))
             return
         self.hosts[socket] = host

@@ -120,7 +120,7 @@ class HostMembers:
             content = _end_of(path, min(MOST_LOG_BYTES, left))
             left -= len(content)
             name = f"recipe-{socket.gethostname()}.log" if path == recipe_log else path.name
-            if content:
+            if content or path != recipe_log:  # events name the logs of members
                 found.append(HostLog(name, content))
         return found
 

@@ -45,6 +45,7 @@ from shoal.events.events import (
     HostJoinedEvent,
     HostLeftEvent,
     HostsMissingEvent,
+    ModelNotSavableEvent,
     OnEvent,
     WarningEvent,
 )
@@ -91,6 +92,8 @@ class HostsBackend(NamedTuple):
         """Prepare here and on all other hosts, which have to come first."""
         address = self.address or _address_of(self.starter)
         interface_of(address)
+        if self.options.plan is not None:  # else the recipe has one, which is not known yet
+            self._refuse_plan(Plan.parse(self.options.plan), address)
         prearranged = getattr(self.starter, "invitation", None)  # one that agents have already
         port = prearranged and prearranged.endpoint[1]
         keys = (prearranged and prearranged.keys) or new_keys()
@@ -120,15 +123,15 @@ class HostsBackend(NamedTuple):
                     count.before(self._listing(prepare)),
                     run_dir / "logs" / "recipe.log",
                     meanwhile=invite,
-                    turn=links.turn,
+                    turn=gathering.turn,
                 )
             )
             proof = held.enter_context(CheckpointProof(self.options.checkpoints))
             plan = Plan.parse(facts["plan"])
-            self._refuse_plan(plan)
+            self._refuse_plan(plan, address)
             links.prepare(self._preparation(facts, run_dir, proof))
             gathering.wait(lambda host: host.is_prepared)
-            placement = self._place(plan, links, address)
+            placement = self._place(plan, links)
             hosts = Hosts(own, links, gathering, host_environment(address, sockets))
             hosts.begin(plan, placement, watch)
 
@@ -171,7 +174,9 @@ class HostsBackend(NamedTuple):
 
         return listed
 
-    def _refuse_plan(self, plan: Plan) -> None:
+    def _refuse_plan(self, plan: Plan, address: str) -> None:
+        if not (self.trust_network or is_loopback(address)):
+            refuse_clear_text(plan)
         if plan.hosts not in (1, self.starter.num_hosts):
             raise UsageError(
                 f"The plan adds up gradients on hosts={plan.hosts}, and the run has "
@@ -200,7 +205,7 @@ class HostsBackend(NamedTuple):
         write_private(run_dir / PROOF, proof.token.encode(), replace=True)
         return Preparation(message, bundle, comparable_facts(facts), proof.show)
 
-    def _place(self, plan: Plan, links: HostLinks, address: str) -> Placement:
+    def _place(self, plan: Plan, links: HostLinks) -> Placement:
         slots = self._slots(links)
         placement = place(plan, slots)
         if idle := sorted({*slots} - {*placement}):
@@ -209,14 +214,12 @@ class HostsBackend(NamedTuple):
                 f"{plural(len(slots), 'host')}: nothing would run on host {idle[0]}. Use more "
                 "ranks, or fewer hosts."
             )
-        if not (self.trust_network or is_loopback(address)):
-            refuse_clear_text(plan, placement)
         return placement
 
 
-def refuse_clear_text(plan: Plan, placement: Placement) -> None:
+def refuse_clear_text(plan: Plan) -> None:
     """Refuse to send a model over a network that others may listen to."""
-    if what := clear_text(plan, placement):
+    if what := clear_text(plan):
         raise UsageError(
             f"Under {str(plan)!r} {what} would cross the network in clear text: Gloo, which moves "
             "them between hosts, does not encrypt. If nobody else listens on that network, say so "
@@ -300,16 +303,22 @@ class _Gathering:
     def wait(self, is_there: Callable[[RemoteHost], bool]) -> None:
         """Until as many hosts are there as the run is to have."""
         while True:
-            self._tell({host.name for host in self._links.live})
-            found = [host for host in self._links.live if is_there(host)]
-            if len(found) == self.num_others:
+            self.turn(TURN_S)
+            if len([host for host in self._links.live if is_there(host)]) == self.num_others:
                 return
-            now = time.monotonic()
-            self._refuse_hopeless(now)
-            if now > self._deadline:
-                raise FormError(self._too_late(self.num_others - len(found)))
-            self._links.turn(TURN_S)
-            self._links.forget_lost()  # before the run begins another host may take its place
+
+    def turn(self, timeout_s: float = 0.0) -> None:
+        """Hear of hosts, and raise what keeps the run from having all. While all are here, they
+        prepare, which may take as long as it likes."""
+        self._tell({host.name for host in self._links.live})
+        now, missing = time.monotonic(), self.num_others - len(self._links.live)
+        self._refuse_hopeless(now)
+        if not missing:
+            self._deadline = now + self._timeout_s
+        if now > self._deadline:
+            raise FormError(self._too_late(missing))
+        self._links.turn(timeout_s)
+        self._links.forget_lost()  # before the run begins another host may take its place
 
     def _tell(self, names: set[str]) -> None:
         now = time.monotonic()
@@ -334,7 +343,7 @@ class _Gathering:
         if now - self._asked_at > TURN_S:
             self._asked_at = now
             if ended := self._starter.poll():
-                raise FormError(ended[0])
+                raise UsageError(ended[0])
 
     def _too_late(self, missing: int) -> str:
         began = f"{plural(missing, 'host')} of {self._starter.num_hosts} did not come within "
@@ -385,12 +394,11 @@ class Hosts:
             self._links.send(host, SeatsTaken(seats))
         if blind := [host.name for host in self._links.live if not host.sees_checkpoints]:
             self._shared = {KEEPS_NOTHING: "1"}
-            watch(
-                WarningEvent(
-                    text=f"No checkpoints are kept: {blind[0]} does not see the run directory. "
-                    "--checkpoints URL-or-shared-directory names a place that all hosts see."
-                )
+            why = (
+                f"{blind[0]} does not see the run directory, and --checkpoints "
+                "URL-or-shared-directory names no place that all hosts see"
             )
+            watch(ModelNotSavableEvent(why=why))
 
     @property
     def poll_sources(self) -> list[Any]:

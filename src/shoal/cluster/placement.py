@@ -99,10 +99,9 @@ def describe_placement(plan: Plan, placement: Sequence[int]) -> list[tuple[str, 
     ]
 
 
-def clear_text(plan: Plan, placement: Sequence[int]) -> str:
-    """What of the model crosses hosts through Gloo, which does not encrypt; empty if nothing."""
-    if len({*placement[: plan.num_ranks]}) < 2:
-        return ""
+def clear_text(plan: Plan) -> str:
+    """What of the model ranks on several hosts send through Gloo, which does not encrypt; empty if
+    nothing."""
     if plan.cuts_model:
         return "activations and gradients"
     if plan.zero:

@@ -122,7 +122,7 @@ def _why_ended(agent: _Agent, python: str) -> str:
             f"{began}there is no {python} ({said}). --python PATH names the Python of the other "
             "hosts that has Shoal installed."
         )
-    if "No module named shoal" in said:
+    if "No module named shoal" in said or "No module named 'shoal'" in said:
         return (
             f"{began}{python} has no Shoal. Install it there, or name another Python with "
             "--python PATH."

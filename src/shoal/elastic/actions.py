@@ -31,12 +31,13 @@ class AllArrived(NamedTuple):
 
 
 class AllFormed(NamedTuple):
-    """The group works. `replaced` has the seats that were refilled, and why."""
+    """The group works. `replaced` has the seats that were refilled, and why; `None` stands for a
+    host that was lost."""
 
     generation: int
     step: int
     num_steps_again: int  # done before, and to be repeated
-    replaced: tuple[tuple[int, str], ...]
+    replaced: tuple[tuple[int | None, str], ...]
     lost_at: float | None
 
 
@@ -73,6 +74,22 @@ class NotResized(NamedTuple):
     cause: str
 
 
+class HostGone(NamedTuple):
+    """Record that a host was lost, and what the run does about it."""
+
+    host: int
+    how: str
+    then: str
+
+
+class HostAdded(NamedTuple):
+    """Record that another host came, and what the run does with it."""
+
+    host: int
+    num_slots: int
+    then: str
+
+
 class GiveUp(NamedTuple):
     """End the run."""
 
@@ -92,6 +109,8 @@ Action = (
     | RepartitionServers
     | Resized
     | NotResized
+    | HostGone
+    | HostAdded
 )
 
 

@@ -20,6 +20,14 @@ def describe_missing(size: RunSize, missing: list[int], timeout_s: float) -> str
     )
 
 
+def describe_want(what: str, size: RunSize, num_slots: int, waited_s: float) -> str:
+    """The cause of a run that ends since the hosts that are left are too few."""
+    return (
+        f"{what}; no other host came within {waited_s:g} s, and those that are left have room for "
+        f"{num_slots} of its {plural(size.num_ranks, 'rank')}, too few for this plan"
+    )
+
+
 class FailureCounter:
     """Counts groups lost without a completed step between them; `lost` and `formed` return it."""
 

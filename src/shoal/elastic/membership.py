@@ -13,11 +13,17 @@ schedules. Its rules:
 - three groups lost without a step between them (where all resume from a checkpoint: without
   another checkpoint), or three spares, end the run instead of looping;
 - a resize reassigns seats only once newcomers are ready and all members wait after the same step: a
-  failure before that leaves the old size, one after it the new size.
+  failure before that leaves the old size, one after it the new size;
+- a lost host takes its members with it for good: a number is never given again. Where others hold
+  what they held, their seats are dropped, or move to hosts with room, and the rest go on; else all
+  are ended and begin again from the newest checkpoint, with as many ranks as the hosts have room
+  for, or once another host came;
+- a run that is smaller than was asked for grows when a host comes.
 
-Read next: `actions.py`, then `supervisor.py`, which carries them out.
+Read next: `places.py`, `actions.py`, then `supervisor.py`, which carries them out.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from shoal.elastic.actions import (
@@ -27,16 +33,26 @@ from shoal.elastic.actions import (
     AllFormed,
     Announce,
     GiveUp,
+    HostAdded,
+    HostGone,
     Kill,
     NotResized,
     PauseRanks,
     RepartitionServers,
     Resized,
 )
-from shoal.elastic.failures import ECHO_S, MOST_FAILURES, FailureCounter, describe_missing
-from shoal.elastic.resize_barrier import ResizeBarrier, Seats, assign_seats, num_newcomers
+from shoal.elastic.failures import (
+    ECHO_S,
+    MOST_FAILURES,
+    FailureCounter,
+    describe_missing,
+    describe_want,
+)
+from shoal.elastic.places import Places, has_copies, places_at_first, slots_at_first
+from shoal.elastic.resize_barrier import ResizeBarrier, Seats, assign_seats, keep_ranks
 from shoal.elastic.roster import Roster
-from shoal.plans.resize import RunSize, host_of
+from shoal.errors import RUN_AGAIN
+from shoal.plans.resize import RunSize, SizeRules, describe_change
 from shoal.system.processes import describe_exit
 
 
@@ -45,13 +61,16 @@ class MembershipOptions(NamedTuple):
 
     num_spares: int = 1  # of each host
     num_hosts: int = 1
-    hosts: tuple[int, ...] = ()  # of each seat, if there are several
     heartbeat_timeout_s: float = 10.0
     form_timeout_s: float = 30.0
     regroup_after_s: float = 2.0
     # Members run the user's program, which may train several times or never, and are done when
     # it exits.
     scripts: bool = False
+    hosts: tuple[int, ...] = ()  # of each seat at the start; empty: `host_of`
+    slots: Mapping[int, int] = {}  # ranks that each host has room for; empty: those at the start
+    rules: SizeRules = SizeRules()  # of the plan
+    host_timeout_s: float = 600.0  # for another host, if those that are left are too few
 
 
 _DEFAULTS = MembershipOptions()
@@ -70,14 +89,21 @@ class Membership:
         self.generation = -1
         self.step = 0
         self.over = False
-        self._roster = Roster(sorted({*options.hosts}) or range(options.num_hosts))
+        self.restarts = 0  # how often all began again from a checkpoint, for want of a host's state
+        at_first = options.hosts or places_at_first(self.size, options.num_hosts)
+        self._places = Places(at_first, slots_at_first(at_first, num_ranks, options.slots))
+        self._goal = self.size  # the last one that was asked for
+        self._roster = Roster()
         self.members = self._roster.members
         self.seats: Seats = []
         self._announced: Seats = []  # in the newest generation
         self.formed: set[int] = set()  # members in the working group
         self._arrived: set[int] = set()
         self._done: set[int] = set()
-        self._replaced: list[tuple[int, str]] = []
+        self._held: set[int] = set()  # members of the last group that worked: they hold its state
+        self._ending: set[int] = set()  # members that must be gone before all begin again
+        self._host_deadline: float | None = None  # by which another host must have come
+        self._replaced: list[tuple[int | None, str]] = []
         self._formed_at = -1  # the step that the group being formed starts from
         self._failures = FailureCounter()
         self._spares_lost = 0  # without a step between them
@@ -92,6 +118,8 @@ class Membership:
         self._wanted_size: RunSize | None = None  # of the resize under way
         self._wanted_by = 0.0  # the deadline for newcomers to be ready
         self._repartitions = False  # whether servers write their state for it
+        self._is_asked = False  # whether a user asked for it; else hosts came or went
+        self._refused_count: int | None = None  # of ranks, which hosts allow and which failed
         self._barrier = ResizeBarrier()  # of this generation
         self._leaving: set[int] = set()  # members that lost their seats by a resize
         self._last_ranks: list[int] = []  # members that were ranks before the last resize
@@ -119,8 +147,18 @@ class Membership:
     def is_resizing(self) -> bool:
         return self._wanted_size is not None or self._pending_barrier is not None
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no group can form before another host comes."""
+        return self._host_deadline is not None
+
+    @property
+    def num_slots(self) -> int:
+        """How many ranks the hosts have room for."""
+        return self._places.num_slots
+
     def start(self, now: float) -> list[Action]:
-        spawns = [self._roster.spawn(now, self._host_of(seat)) for seat in range(self.num_seats)]
+        spawns = [self._roster.spawn(now, host or 0) for host in self._places.seats]
         self.seats = [spawn.member for spawn in spawns]
         return [*spawns]
 
@@ -137,7 +175,7 @@ class Membership:
         self.members[member].ready = True
         if not recovers:
             self.recovers = False
-        if self._deadline is None and self._wants_group:
+        if self._deadline is None and self._wants_group and not self.is_waiting:
             self._deadline = now + self.options.form_timeout_s
         return [*self._fill_seats(now), *self._continue_resize(now)]
 
@@ -163,19 +201,23 @@ class Membership:
             return given_up
         again, self.step = self.step - step, step
         formed = AllFormed(generation, step, again, tuple(self._replaced), self._lost_at)
-        self._replaced, self._lost_at = [], None
+        self._replaced, self._lost_at, self._held = [], None, {*self.formed}
         actions: list[Action] = [formed]
         if self._pending_barrier is not None:
             paused, leavers = self._pending_barrier, tuple(sorted(self._leaving))
-            actions.append(Resized(self.sizes[-2], self.size, leavers, paused.since, paused.step))
+            before = paused.before or self.size
+            actions.append(Resized(before, self.size, leavers, paused.since, paused.step))
             self._pending_barrier = None
-        return [*actions, *self._refill_spares(now), *self._continue_resize(now)]
+        actions += [*self._refill_spares(now), *self._continue_resize(now)]
+        return [*actions, *self._follow_hosts(now)]
 
-    def resize(self, size: RunSize, now: float, repartitions: bool) -> list[Action]:
+    def resize(
+        self, size: RunSize, now: float, repartitions: bool, asked: bool = True
+    ) -> list[Action]:
         """Change the size once all ranks wait after a step and, with `repartitions`, servers wrote
-        their files."""
+        their files. `asked`: by a user."""
         assert not self.is_resizing and not self.options.scripts
-        self._wanted_size, self._repartitions = size, repartitions
+        self._wanted_size, self._repartitions, self._is_asked = size, repartitions, asked
         self._wanted_by = now + self.options.form_timeout_s
         return self._continue_resize(now)
 
@@ -197,7 +239,7 @@ class Membership:
     def failed(self, member: int, cause: str, exit_code: int, now: float) -> list[Action]:
         """A member's program raised. Where ranks compute together, a peer's death may be the cause,
         which is then known soon."""
-        if self.over or member not in self.members:
+        if self.over or member not in self.members or member in self._ending:
             return []
         if self.recovers or self.options.scripts:
             return self._give_up(cause, exit_code)
@@ -228,12 +270,18 @@ class Membership:
         if member in self._leaving:
             self._leaving.remove(member)
             return []
+        if member in self._ending:
+            self._ending.remove(member)
+            return self._fill_seats(now)
         if member not in self.seats:
             return self._spare_exited(status, now)
         if self.options.scripts and status == 0 and member not in self.formed:
             return self._script_ended(member)
         seat = self.seats.index(member)
         cause = gone.suspected or describe_exit(status)
+        if status >= 0 and self._failed is not None:  # which says more than its exit
+            self.seats[seat], self._wants_group = None, True
+            return []
         if status >= 0 and not gone.suspected:
             code = status if self.options.scripts and status else 1
             return self._give_up(f"{self.size.name_of(seat)} {cause} before the run was done", code)
@@ -250,6 +298,59 @@ class Membership:
             self._lost_at = now
         return self._count_failure(what, now) or [*self._end_others(what), *self._fill_seats(now)]
 
+    def host_lost(self, host: int, how: str, now: float) -> list[Action]:
+        """A host is gone with all of its members, of which no exit is heard."""
+        lost = [seat for seat, place in enumerate(self._places.seats) if place == host]
+        if self.over or host not in self._places.rooms:
+            return []
+        gone = self._roster.lose(host)
+        what = how if how.startswith("host ") else f"host {host} {how}"
+        self._places.lose(host)
+        self._leaving -= gone
+        self._ending -= gone
+        cancelled, self._refused_count = self._cancel_resize(what), None
+        if not lost:
+            told = HostGone(host, what, "no rank was there")
+            return [told, *cancelled, *self._fill_seats(now), *self._continue_resize(now)]
+        for seat in lost:
+            self.seats[seat] = None
+        self._wants_group = True
+        self._lost_at = now if self._lost_at is None else self._lost_at
+        self._replaced.append((None, what))
+        if given_up := self._count_failure(what, now):
+            return [HostGone(host, what, "the run ends"), *cancelled, *given_up]
+        before = self.size
+        then, actions = self._repair(now)
+        if before != self.size:
+            then += f": {describe_change(before, self.size, self.options.rules.replica)}"
+        return [HostGone(host, what, then), *cancelled, *actions]
+
+    def host_joined(self, host: int, num_slots: int, now: float) -> list[Action]:
+        """Another host came, under a number of its own: it gets the seats that wait for one, or
+        those that the run is short of; else it stands by for the next loss."""
+        if self.over or host in self._places.rooms:
+            return []
+        self._places.rooms[host], self._refused_count = num_slots, None
+        if self.is_waiting:
+            actions = self._place_again(now)
+            then = "still too few" if self.is_waiting else "all begin again from a checkpoint"
+            return [HostAdded(host, num_slots, then), *actions]
+        actions = [*self._refill_spares(now), *self._follow_hosts(now)]
+        is_short = self._best_count() not in (None, self.size.num_ranks)
+        return [HostAdded(host, num_slots, "the run grows" if is_short else "stands by"), *actions]
+
+    def saved(self, now: float) -> list[Action]:
+        """A checkpoint is complete: where no rank can join, all begin again from it with the hosts
+        that have come."""
+        count, num_ranks = self._best_count(), self.size.num_ranks
+        if self.options.rules.in_place or self._wants_group or self.over:
+            return []
+        if count is None or count <= num_ranks or count == self._refused_count:
+            return []
+        self._wants_group, self._lost_at = True, now
+        self._replaced.append((None, "another host came"))
+        return self._restart(now)
+
     def tick(self, now: float) -> list[Action]:
         """Time passes: find silent members, late ones, and groups broken without a death."""
         if self.over:
@@ -263,7 +364,14 @@ class Membership:
                 actions.append(Kill(number))
         if self._deadline is not None and now > self._deadline:
             return self._give_up(self._describe_missing(), 1)
-        if self._failed is not None and now - self._failed[1] > ECHO_S:
+        if self._host_deadline is not None and now > self._host_deadline:
+            waited_s = self.options.host_timeout_s
+            why = describe_want(self._failures.last, self.size, self.num_slots, waited_s)
+            return self._give_up(why, RUN_AGAIN)
+        # Ranks may see the loss of a host before its silence tells of it.
+        is_one = len(self._places.rooms) == 1
+        echo_s = ECHO_S if is_one else ECHO_S + self.options.heartbeat_timeout_s
+        if self._failed is not None and now - self._failed[1] > echo_s:
             return self._give_up(*self._failed[0])
         resizes = self._wanted_size is not None and not self._barrier.is_requested
         if resizes and now > self._wanted_by:
@@ -271,7 +379,8 @@ class Membership:
             actions += self._cancel_resize(late)
         waited_s = 0.0 if self._broken_at is None else now - self._broken_at
         broken = self._broken_at is not None and waited_s > self.options.regroup_after_s
-        if broken and None not in self.seats and not actions and not self._roster.suspects():
+        fate = self._roster.suspects() or self._silent(now)  # is known soon
+        if broken and None not in self.seats and not actions and not fate:
             what = f"the group broke: {self._why_broken}"
             if self.options.scripts and not self.recovers:
                 return self._give_up(f"{what}; this plan cannot form it again", 1)
@@ -290,14 +399,98 @@ class Membership:
             self.members[number].suspected = f"was ended, since {why}"
         return [Kill(number) for number in doomed]
 
-    def _host_of(self, seat: int) -> int:
-        if seat < len(self.options.hosts):
-            return self.options.hosts[seat]
-        return host_of(seat, self.size, self.options.num_hosts)
+    def _silent(self, now: float) -> list[int]:
+        """Seated members of several hosts that were not heard of for a while: one may be lost."""
+        if len(self._places.rooms) == 1:
+            return []
+        seated = [n for n in self.seats if n is not None and n in self.members]
+        since = now - self.options.regroup_after_s
+        return [n for n in seated if self.members[n].ready and self.members[n].last_heard < since]
+
+    def _best_count(self) -> int | None:
+        """The most ranks, up to those asked for, that the hosts have room for; None if too few."""
+        rules, most = self.options.rules, min(self._goal.num_ranks, self._places.num_slots)
+        if not rules.counts:  # there is no other size
+            return self.size.num_ranks if most >= self.size.num_ranks else None
+        return rules.largest(most)
+
+    def _repair(self, now: float) -> tuple[str, list[Action]]:
+        """What to do about seats that were lost with their host, and that in words."""
+        rules, count = self.options.rules, self._best_count()
+        held = [n in self._held and n in self.members for n in self.seats]
+        goes_on = self.recovers and (not self._held or has_copies(held, self.size, rules.copies))
+        if not goes_on or count is None or not (rules.in_place or count == self.size.num_ranks):
+            actions = self._restart(now)
+            then = "all begin again from the newest checkpoint"
+            return "all wait for another host" if self.is_waiting else then, actions
+        if rules.at_once and count < self.size.num_ranks:
+            self._drop_ranks(count, now)
+        self._places.fill(self.size)
+        return "the others go on", self._fill_seats(now)
+
+    def _drop_ranks(self, count: int, now: float) -> None:
+        """Go on with fewer ranks, at once: survivors fill the first seats."""
+        before, num_ranks = self.size, self.size.num_ranks
+        self._last_ranks = [n for n in self.seats[:num_ranks] if n is not None]
+        kept = [*keep_ranks(self.seats[:num_ranks], count), *range(num_ranks, self.num_seats)]
+        self._reorder(kept)
+        self._leaving |= {*self._last_ranks} - {*self.seats}
+        self._note_change(before, now)
+        self.sizes.append(before._replace(num_ranks=count))
+
+    def _reorder(self, order: list[int]) -> None:
+        """Give each seat the member and the place of another."""
+        self.seats = [self.seats[seat] for seat in order]
+        self._places.seats = [self._places.seats[seat] for seat in order]
+
+    def _note_change(self, before: RunSize, now: float) -> None:
+        """Tell of another size once its group has formed."""
+        pending = self._pending_barrier
+        before = before if pending is None or pending.before is None else pending.before
+        self._pending_barrier = ResizeBarrier(since=now, step=self.step, before=before)
+
+    def _restart(self, now: float) -> list[Action]:
+        """End all members that had a seat; once they are gone, all seats get new ones."""
+        self._ending |= {n for n in self._taken if n is not None and n in self.members}
+        doomed = [n for n in sorted(self._ending) if not self.members[n].suspected]
+        for number in doomed:
+            self.members[number].suspected = "was ended, since all begin again"
+        self._leaving, self._last_ranks, self._held, self._failed = set(), [], set(), None
+        self.seats, self._deadline = [None] * self.num_seats, None
+        self.restarts += 1
+        return [*(Kill(number) for number in doomed), *self._place_again(now)]
+
+    def _place_again(self, now: float) -> list[Action]:
+        """Give all seats a place, for members that are all new; or wait for another host."""
+        count, before = self._best_count(), self.size
+        if count is None:
+            if self._host_deadline is None:
+                self._host_deadline = now + self.options.host_timeout_s
+            return []
+        size = before._replace(num_ranks=count)
+        if size == before:
+            self._places.fill(size)
+        else:
+            self._places.spread(before, size, self.options.rules.replica)
+            self._note_change(before, now)
+        self.sizes, self.seats = [size], [None] * sum(size)
+        self._host_deadline, self._deadline = None, now + self.options.form_timeout_s
+        return self._fill_seats(now)
+
+    def _follow_hosts(self, now: float) -> list[Action]:
+        """Begin to grow to what the hosts have room for, or to shrink to it."""
+        rules, count = self.options.rules, self._best_count()
+        if self.is_resizing or self._wants_group or self.over or not rules.in_place:
+            return []
+        if count in (None, self.size.num_ranks, self._refused_count):
+            return []
+        assert count is not None
+        wanted = self.size._replace(num_ranks=count)
+        return self.resize(wanted, now, rules.repartitions, asked=False)
 
     @property
     def _taken(self) -> set[int | None]:
-        return {*self.seats, *self._leaving}
+        return {*self.seats, *self._leaving, *self._ending}
 
     def _stayers(self, seat: int) -> list[int]:
         """Ranks that leave in a resize and still hold the state, until the new group has formed."""
@@ -325,18 +518,23 @@ class Membership:
 
     def _cancel_resize(self, cause: str) -> list[Action]:
         wanted, self._wanted_size = self._wanted_size, None
-        return [] if wanted is None else [NotResized(cause)]
+        if wanted is None:
+            return []
+        self._refused_count = None if self._is_asked else wanted.num_ranks
+        return [NotResized(cause)]
 
     def _continue_resize(self, now: float) -> list[Action]:
         """The next actions of a resize. After a death it restarts in the next generation."""
         if self._wants_group or self.over or any(n in self.seats for n in self._roster.suspects()):
             return []
+        newcomers: list[int] | None = []
         barrier, wanted, ranks = self._barrier, self._wanted_size, self.seats[: self.size.num_ranks]
-        ready = self._roster.ready_spares(0, self._taken)  # a run on several hosts keeps its size
         if wanted is not None:
-            count = num_newcomers(self.size, wanted)
-            if len(ready) < count:
-                return self._roster.spawn_spares(now, self._taken, lambda host: count)
+            coming = self._places.of_newcomers(self.size, wanted)
+            newcomers = self._roster.choose(coming, self._taken)
+            if newcomers is None:
+                hosts = self._places.hosts
+                return self._roster.spawn_spares(now, hosts, self._taken, coming.count)
             if not barrier.is_requested:
                 barrier.is_requested = True
                 return [PauseRanks(self.generation)]
@@ -346,30 +544,43 @@ class Membership:
             if self._repartitions and not {*self.seats} <= barrier.members:
                 asked, barrier.is_repartitioning = barrier.is_repartitioning, True
                 return [] if asked else [RepartitionServers(self.generation, wanted.num_servers)]
-            self._change_size(wanted, ready)
+            self._change_size(wanted, newcomers or [])
         # If the resize was cancelled meanwhile, the paused members continue in a new group.
         self._wants_group = True
         return self._announce(now)
 
     def _change_size(self, size: RunSize, newcomers: list[int]) -> None:
         """Reassign seats. Until the new group has formed, ranks that leave may be called back."""
-        self._last_ranks = [n for n in self.seats[: self.size.num_ranks] if n is not None]
+        num_ranks = self.size.num_ranks
+        self._last_ranks = [n for n in self.seats[:num_ranks] if n is not None]
+        if not self._is_asked:  # ranks of hosts without room for them leave, not the last
+            order = self._places.by_room(num_ranks, size.num_ranks)
+            self._reorder([*order, *range(num_ranks, self.num_seats)])
         seats = assign_seats(self.seats, self.size, size, newcomers)
         self._leaving |= {n for n in self.seats if n is not None and n not in seats}
         self._wanted_size, self._pending_barrier, self.seats = None, self._barrier, seats
+        self._barrier.before = self.size
+        self._goal = size if self._is_asked else self._goal
+        self._places.resize(self.size, size)
         self.sizes.append(size)
 
     def _fill_seats(self, now: float) -> list[Action]:
         """Give empty seats to ready spares; announce once every seat has a ready member."""
+        if self.is_waiting:
+            return []
         actions: list[Action] = []
+        places = self._places.seats
         for seat, member in enumerate(self.seats):
-            own = self._roster.ready_spares(self._host_of(seat), self._taken)
+            own = self._roster.ready_spares(places[seat], self._taken)
             if member is None and (ready := self._stayers(seat) or own):
                 self.seats[seat] = ready[0]
+                places[seat] = self.members[ready[0]].host
                 self._leaving.discard(ready[0])
-        empty = [self._host_of(seat) for seat, member in enumerate(self.seats) if member is None]
-        actions += self._roster.spawn_spares(now, self._taken, empty.count)
-        if self._wants_group and self._all_seated_ready() and self.seats != self._announced:
+        empty = [place for place, member in zip(places, self.seats) if member is None]
+        hosts = self._places.hosts
+        actions += self._roster.spawn_spares(now, hosts, self._taken, empty.count)
+        can_form = self._wants_group and self._all_seated_ready() and not self._ending
+        if can_form and self.seats != self._announced:
             actions += self._announce(now)
         elif empty and self._deadline is None:
             self._deadline = now + self.options.form_timeout_s
@@ -383,7 +594,8 @@ class Membership:
     def _refill_spares(self, now: float) -> list[Action]:
         if self.generation < 0 or self.formed != set(self.seats):
             return []  # seats come before spares
-        return self._roster.spawn_spares(now, self._taken, lambda host: self.num_spares)
+        hosts = self._places.hosts
+        return self._roster.spawn_spares(now, hosts, self._taken, lambda host: self.num_spares)
 
     def _announce(self, now: float) -> list[Action]:
         self.generation += 1

@@ -103,6 +103,7 @@ class SeatAssignment(FromSupervisor, frozen=True, tag="seat"):
     seat: int
     sizes: tuple[RunSize, ...]  # all sizes of the run so far, the last one now
     store: str  # its address
+    restarts: int = 0  # how often all began again, from a checkpoint and without a server's journal
 
     @property
     def num_ranks(self) -> int:

@@ -16,6 +16,7 @@ from shoal.elastic.control import (
 )
 from shoal.elastic.membership import Membership
 from shoal.errors import UsageError, sendable
+from shoal.formatting import plural
 from shoal.logs import warn_once
 from shoal.plans.plan import Plan
 from shoal.plans.resize import (
@@ -25,32 +26,34 @@ from shoal.plans.resize import (
     resize_plan,
     served_size,
     size_of,
+    with_size,
 )
 
 
-def open_resize_requests(run_dir: Path, plan: Plan, alone: str) -> "ResizeRequests | None":
+def _open_control(run_dir: Path) -> ControlSocket | None:
     """None, with a warning, if the run directory cannot hold a socket."""
     try:
-        return ResizeRequests(run_dir, plan, alone)
+        return ControlSocket(run_dir)
     except OSError as error:
         warn_once(f"{run_dir} cannot hold a socket ({error.strerror}): no `shoal resize` here.")
         return None
 
 
 class ResizeRequests:
-    """Handles one resize at a time. `plan` is the present one; `alone` is the reason why the run
-    cannot have more than one rank, if there is one."""
+    """Handles one resize at a time, of a client or of the run itself as hosts come and go. `plan`
+    is the present one; `alone` is the reason why the run cannot have more than one rank, if there
+    is one."""
 
     def __init__(self, run_dir: Path, plan: Plan, alone: str = ""):
-        self.control, self.plan = ControlSocket(run_dir), plan
-        self._alone, self._wanted = alone, plan
+        self.control, self.plan = _open_control(run_dir), plan
+        self._alone = alone
         self._client: ControlClient | None = None
         self._num_bytes, self._generation = 0, -1
 
     def poll(self, members: Membership, is_stopping: bool) -> list[Action]:
         """Start what clients have requested, or refuse it."""
         actions: list[Action] = []
-        for client, request in self.control.requests():
+        for client, request in [] if self.control is None else self.control.requests():
             try:
                 actions += self._start(request, members, is_stopping)
                 self._client = client
@@ -68,8 +71,13 @@ class ResizeRequests:
         wanted = resize_plan(self.plan, request.resize)
         if self._alone and wanted.num_ranks > 1:
             raise UsageError(self._alone)
-        self._wanted, self._num_bytes, self._generation = wanted, 0, -1
         size = size_of(wanted)
+        if size.num_ranks > max(members.num_slots, members.size.num_ranks):
+            raise UsageError(
+                f"data={wanted.num_replicas}: the hosts of this run have room for "
+                f"{plural(members.num_slots, 'rank')}. Let another host join, or ask for less."
+            )
+        self._num_bytes, self._generation = 0, -1
         return members.resize(size, time.monotonic(), self._needs_repartition(size))
 
     def _needs_repartition(self, size: RunSize) -> bool:
@@ -86,12 +94,12 @@ class ResizeRequests:
 
     def finish(self, action: Resized) -> dict[str, Any]:
         """Reply to the client; returns the fields of the event `resize_plan`."""
-        before, self.plan = self.plan, self._wanted
+        before, self.plan = self.plan, with_size(self.plan, action.after)
         ms = (time.monotonic() - action.paused_at) * 1000
         change = SizeChange(
             step=action.step,
             plan=str(self.plan),
-            change=describe_change(action.before, action.after),
+            change=describe_change(action.before, action.after, before.tensor * before.pipeline),
             bytes=self._num_bytes,
             ms=round(ms, 1),
             lost=describe_lost_state(before, self.plan),
@@ -104,7 +112,8 @@ class ResizeRequests:
 
     def close(self) -> None:
         self._refuse("The run was over before it could be resized.")
-        self.control.close()
+        if self.control is not None:
+            self.control.close()
 
     def _refuse(self, why: str) -> None:
         self._reply(ControlReply(refused=sendable(why)))

@@ -138,6 +138,12 @@ class SupervisedSeat:
         assert self._assignment is not None
         return self._assignment.sizes
 
+    @property
+    def restarts(self) -> int:
+        """How often all members of the run began again, this one with them."""
+        assert self._assignment is not None
+        return self._assignment.restarts
+
     def await_seat(self) -> SeatAssignment:
         """As a server: the seat in the newest generation, once all members have left the last one.
 

@@ -19,7 +19,7 @@ from shoal.numerics import schedules
 from shoal.numerics.threads import ComputeThreads, num_spare_threads
 from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
-from shoal.plans.resize import RunSize, served_size, with_size
+from shoal.plans.resize import RunSize, served_size, size_of, with_size
 from shoal.sync.server.aggregator import AggregatorServer, aggregator_route
 from shoal.sync.server.anchor import make_outer
 from shoal.sync.server.deadline import DeadlineServer
@@ -107,7 +107,7 @@ class ServerProcess:
             self._loop.close()
             self._loop = None  # frees the state, which is on disk
         self._sizes = sizes
-        if len(sizes) > 1:
+        if self.seat.sizes[-1] != size_of(self.plan):
             self.plan = with_size(self.plan, self.seat.sizes[-1])
         plan, counts = self.plan, self._counts
         files = LayoutFiles(self.directory, len(counts) - 1)

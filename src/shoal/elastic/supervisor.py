@@ -54,6 +54,8 @@ from shoal.events.events import (
     ExitedEvent,
     FormedEvent,
     GaveUpEvent,
+    HostAddedEvent,
+    HostLostEvent,
     LostEvent,
     MemberStartedEvent,
     NotResizedEvent,
@@ -61,6 +63,7 @@ from shoal.events.events import (
     PrintedEvent,
     RecoveredEvent,
     ResizedEvent,
+    SavedEvent,
     SeatEvent,
     StandstillEvent,
     StoppingEvent,
@@ -147,7 +150,7 @@ class Supervisor:
         poller.register(self._router, zmq.POLLIN)
         for source in self.processes.poll_sources:
             poller.register(source, zmq.POLLIN)
-        if self._resizes is not None:
+        if self._resizes is not None and self._resizes.control is not None:
             poller.register(self._resizes.control.fileno(), zmq.POLLIN)
         try:
             self._execute(self.members.start(time.monotonic()))
@@ -222,6 +225,8 @@ class Supervisor:
             if self.members.generation < 0 or (scripts and not self.members.formed):
                 when = "while a group formed" if self.members.step > 0 else "before the first step"
                 self._give_up(f"it was interrupted {when}", 128 + self._stop_signal)
+            if self.members.is_waiting:
+                self._give_up("it was interrupted while it waited for another host", RUN_AGAIN)
             self._broadcast(self.members.seats, StopAfterStep())
             self._end_if_hung(time.monotonic())
 
@@ -261,9 +266,12 @@ class Supervisor:
                     self._read_messages()  # what it sent before it ended
                     self._execute(self.members.exited(report.number, report.status, now))
                 case HostLost():
-                    raise EOFError(report.how)
+                    self._read_messages()  # what its members sent before
+                    now = time.monotonic()
+                    self._execute(self.members.host_lost(report.host, report.how, now))
                 case HostJoined():
-                    self._record(WarningEvent(text=f"Host {report.host} came too late."))
+                    now = time.monotonic()
+                    self._execute(self.members.host_joined(report.host, report.num_slots, now))
                 case ForkServerReady() | PreparationFailed():
                     raise AssertionError("the fork server prepares once")
 
@@ -281,7 +289,8 @@ class Supervisor:
                     f"A message of member {member} cannot be read: {bad}", kind=f"member {member}"
                 )
                 continue
-            self._handle(member, message)
+            if member in self.members.members:  # not of a host that was lost, and came back
+                self._handle(member, message)
 
     def _member_of(self, identity: bytes) -> int | None:
         """The member of a ZeroMQ identity; None if no started member has it."""
@@ -345,6 +354,8 @@ class Supervisor:
         elif not isinstance(event, WarningEvent):
             self._progress.done(time.monotonic())
         self._record(event)
+        if isinstance(event, SavedEvent):
+            self._execute(self.members.saved(time.monotonic()))
 
     def _handle_failure(self, member: int, message: Failed) -> None:
         if self._over or self._has_failed:
@@ -381,6 +392,12 @@ class Supervisor:
                     self._broadcast(self.members.seats, Release())
                 case actions.GiveUp():
                     self._give_up(action.cause, action.exit_code)
+                case actions.HostGone():
+                    host, how, then, step = *action, self.members.step
+                    self._record(HostLostEvent(host=host, how=how, step=step, then=then))
+                case actions.HostAdded():
+                    host, slots, then, step = *action, self.members.step
+                    self._record(HostAddedEvent(host=host, slots=slots, step=step, then=then))
                 case (
                     actions.PauseRanks()
                     | actions.RepartitionServers()
@@ -452,8 +469,9 @@ class Supervisor:
                     log=self._logs[member].name,
                 )
             )
-            sizes = tuple(self.members.sizes)
-            self._send(member, SeatAssignment(plan.generation, seat, sizes, self._store.address))
+            sizes, restarts = tuple(self.members.sizes), self.members.restarts
+            assignment = SeatAssignment(plan.generation, seat, sizes, self._store.address, restarts)
+            self._send(member, assignment)
 
     def _report_formed(self, group: actions.AllFormed) -> None:
         self._has_failed, self.outcome.trace = False, ""

@@ -104,7 +104,8 @@ def prepare_training(
             elif plan.hosts > 1 and number >= plan.num_servers:  # whose size does not change
                 serve_aggregator(number - plan.num_servers, seat, run, plan, model)
             else:
-                ServerProcess(number, seat, run, plan, model, run_dir / "servers").serve()
+                journals = run_dir / "servers" / f"{seat.restarts}"
+                ServerProcess(number, seat, run, plan, model, journals).serve()
 
         return run_in_seat(spec, _recovers(run, plan), work)
 

@@ -93,6 +93,24 @@ class NotResizedEvent(TimedEvent, tag="not-resized", kw_only=True):
     why: str
 
 
+class HostLostEvent(TimedEvent, tag="host-lost", kw_only=True):
+    """A host is gone with all of its members; `then` is what the run does about it."""
+
+    host: int
+    how: str
+    step: int
+    then: str
+
+
+class HostAddedEvent(TimedEvent, tag="host-added", kw_only=True):
+    """A host came while the run was under way; `then` is what it is used for."""
+
+    host: int
+    slots: int
+    step: int
+    then: str
+
+
 class StoppingEvent(TimedEvent, tag="stopping", kw_only=True):
     """The run ends after the step under way; of a member that was asked to, with its rank."""
 
@@ -326,6 +344,8 @@ Event = (
     | RecoveredEvent
     | ResizedEvent
     | NotResizedEvent
+    | HostLostEvent
+    | HostAddedEvent
     | StoppingEvent
     | GaveUpEvent
     | WaitingEvent

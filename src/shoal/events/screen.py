@@ -25,8 +25,10 @@ from shoal.events.events import (
     EvaluatedEvent,
     Event,
     ExitedEvent,
+    HostAddedEvent,
     HostJoinedEvent,
     HostLeftEvent,
+    HostLostEvent,
     HostsMissingEvent,
     ModelFailedEvent,
     ModelNotSavableEvent,
@@ -144,7 +146,7 @@ class Display:
             self._say_once(f"not saved {event.step}", text)
 
     def _no_checkpoints(self, why: str) -> None:
-        told = f"no checkpoint will be made, since none can hold it: {escape(why)}"
+        told = f"no checkpoint will be made: {escape(why)}"
         self._say_once("unholdable", told)
 
     def _show_evaluation(self, event: EvaluatedEvent) -> None:
@@ -194,9 +196,10 @@ def _who(event: SeatedEvent) -> str:
 
 def _recovered(event: RecoveredEvent) -> str:
     newcomer = "a spare" if event.spare else "a new process"
-    who = "" if event.rank is None else f"{newcomer} took the seat of {_who(event)}; "
+    who = f"{newcomer} took the seat of {_who(event)}; full strength"
+    who = "at work" if event.rank is None else who
     return (
-        f"[bold green]{who}full strength again after {event.ms:.0f} ms[/], "
+        f"[bold green]{who} again after {event.ms:.0f} ms[/], "
         f"at step {event.step}, generation {event.generation}"
     )
 
@@ -307,6 +310,12 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     ),
     ResizedEvent: lambda event: f"[bold green]{escape(resized_in_words(event))}[/]",
     NotResizedEvent: lambda event: f"[bold yellow]the run keeps its size[/]: {escape(event.why)}",
+    HostLostEvent: lambda event: (
+        f"[bold yellow]{escape(event.how)}, after step {event.step}[/]: {escape(event.then)}"
+    ),
+    HostAddedEvent: lambda event: (
+        f"[bold green]host {event.host} came, after step {event.step}[/]: {escape(event.then)}"
+    ),
     HostsMissingEvent: _missing,
     HostJoinedEvent: lambda event: escape(f"shoal: {event.name} is there"),
     HostLeftEvent: lambda event: escape(f"shoal: {event.name} is gone again"),

@@ -7,7 +7,7 @@ from typing import Any
 from shoal.cluster.backend import Backend, Facts, StartedRun
 from shoal.cluster.invitation import remove_invitation
 from shoal.elastic.membership import Membership
-from shoal.elastic.resize_requests import open_resize_requests
+from shoal.elastic.resize_requests import ResizeRequests
 from shoal.elastic.supervisor import Supervisor, SupervisorResult
 from shoal.errors import ShoalError
 from shoal.events.events import OnEvent
@@ -50,7 +50,7 @@ def run_supervised(
         prepared(facts)
         resizes = None
         if can_resize:
-            resizes = open_resize_requests(run_dir, Plan.parse(facts["plan"]), facts["alone"])
+            resizes = ResizeRequests(run_dir, Plan.parse(facts["plan"]), facts["alone"])
         result = Supervisor(
             started.processes,
             members(started),

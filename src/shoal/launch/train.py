@@ -19,12 +19,18 @@ from shoal.checkpoint.find import CHECKPOINTS_DIR
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cluster.backend import Facts, StartedRun
 from shoal.elastic.membership import Membership, MembershipOptions
-from shoal.errors import UsageError, require
+from shoal.errors import RUN_AGAIN, UsageError, require
 from shoal.events.events import Event, OnEvent, TickEvent, WarningEvent
-from shoal.launch.backends import check_on, make_backend, refuse_without_hosts
+from shoal.launch.backends import (
+    JOIN_TIMEOUT_S,
+    check_on,
+    make_backend,
+    refuse_without_hosts,
+)
 from shoal.launch.outcome import Outcome, RunFiles, Saves, outcome_of
 from shoal.launch.supervised import run_supervised
 from shoal.plans.plan import Plan
+from shoal.plans.resize import size_rules
 from shoal.storage.object_client import redact_password
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import RunDir, lock_directory
@@ -122,7 +128,7 @@ def _train(
         if isinstance(event, TickEvent) and (moved := run_dir.moved()):
             watch(WarningEvent(text=moved))
 
-    result = run_supervised(
+    ended = run_supervised(
         prepare,
         run_dir.path,
         backend=make_backend(recipe, options),
@@ -132,6 +138,9 @@ def _train(
         can_resize=True,
         stop_timeout_s=options.stop_timeout_s,
     )
+    # What ended for want of a host can go on if there is a checkpoint.
+    is_vain = ended.exit_code == RUN_AGAIN and bool(ended.cause) and not saves.last_step
+    result = replace(ended, exit_code=1) if is_vain else ended
     return outcome_of(
         result,
         recipe,
@@ -154,9 +163,13 @@ def _members(started: StartedRun, options: Options) -> Membership:
         found["num_servers"],
         MembershipOptions(
             num_spares=options.spares,
+            num_hosts=started.num_hosts,
             hosts=started.hosts,
+            slots=started.slots,
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             form_timeout_s=options.form_timeout_s,
+            rules=size_rules(Plan.parse(found["plan"])),
+            host_timeout_s=options.join_timeout_s or JOIN_TIMEOUT_S,
         ),
     )
 

@@ -4,6 +4,9 @@ A plan can be resized if the state of a rank is also held by another rank or by 
 steps, at the end of a window, when all have agreed. The batch and its pieces do not change, so the
 training result does not depend on the size, except under local steps, where each replica makes its
 own steps.
+
+A run on several hosts also changes its size when one is lost or comes: `size_rules` says to which
+sizes, and how. Read next: `elastic/membership.py`, which decides when.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,6 +35,54 @@ class RunSize(NamedTuple):
         """The name of a seat in messages."""
         server = self.server_of(seat)
         return f"rank {seat}" if server is None else f"server {server}"
+
+
+class SizeRules(NamedTuple):
+    """To which sizes a plan can go when hosts come and go, and how."""
+
+    counts: tuple[int, ...] = ()  # of ranks, ascending; empty if there is no other
+    replica: int = 1  # ranks of one replica, which share a host where they can
+    copies: int = 1  # of each server's shard
+    # Ranks may come and go while others stay; else all begin again from the newest checkpoint.
+    in_place: bool = False
+    at_once: bool = False  # ranks may be dropped after any step; else all wait after one first
+    repartitions: bool = False  # servers must write their state for another number of ranks
+
+    def largest(self, most: int) -> int | None:
+        """The largest number of ranks up to `most`; None if there is none."""
+        return max((count for count in self.counts if count <= most), default=None)
+
+
+def size_rules(plan: Plan) -> SizeRules:
+    """The rules of a resolved plan. Pure."""
+    counts = tuple(smaller.num_ranks for smaller in _other_sizes(plan))
+    in_lockstep = plan.local_steps == 1 and (plan.sync != "server" or plan.waits_for_all)
+    return SizeRules(
+        counts=counts,
+        replica=plan.tensor * plan.pipeline,
+        copies=plan.copies,
+        in_place=can_resize(plan) and len(counts) > 1,
+        at_once=in_lockstep,
+        repartitions=plan.sync == "server" and plan.local_steps > 1,
+    )
+
+
+def smaller_plan(plan: Plan, num_slots: int) -> Plan | None:
+    """A resolved plan with the most replicas that fit into so many slots, up to those it has; its
+    pieces stay, so batches and results do. None if none is legal. Pure."""
+    count = size_rules(plan).largest(min(num_slots, plan.num_ranks))
+    return None if count is None else with_size(plan, size_of(plan)._replace(num_ranks=count))
+
+
+def _other_sizes(plan: Plan) -> Iterator[Plan]:
+    """The plan with each number of replicas that its other keys allow."""
+    if plan.hosts > 1:  # whose servers add up the gradients of the ranks that they began with
+        return
+    for data in range(1, plan.num_pieces // plan.num_microbatches + 1):
+        size = size_of(plan)._replace(num_ranks=data * plan.tensor * plan.pipeline)
+        with suppress(PlanError, UsageError):
+            _refuse_copies(plan, size)
+            yield with_size(plan, size)
 
 
 def host_of(seat: int, size: RunSize, num_hosts: int) -> int:
@@ -79,7 +130,8 @@ def with_size(plan: Plan, size: RunSize) -> Plan:
     # Pieces are what `accumulate` stood for when the run began.
     num_servers = size.num_servers - plan.num_host_servers
     servers = {"servers": num_servers} if plan.sync == "server" else {}
-    return msgspec.structs.replace(plan, data=size.num_ranks, accumulate=1, **servers)
+    data = size.num_ranks // (plan.tensor * plan.pipeline)
+    return msgspec.structs.replace(plan, data=data, accumulate=1, **servers)
 
 
 def resize_plan(plan: Plan, text: str) -> Plan:
@@ -167,8 +219,9 @@ def describe_lost_state(before: Plan, after: Plan) -> str:
     return f"The state of the optimizer of each replica that left went with it{unsent}."
 
 
-def describe_change(before: RunSize, after: RunSize) -> str:
-    """The change of size, as a message."""
-    pairs = zip(("data", "servers"), before, after)
-    changes = [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
-    return ", ".join(changes) or f"data {after.num_ranks}, servers {after.num_servers}"
+def describe_change(before: RunSize, after: RunSize, replica: int = 1) -> str:
+    """The change of size, as a message; `replica` is the number of ranks of one."""
+    units = (replica, 1)
+    pairs = zip(("data", "servers"), before, after, units)
+    changes = [f"{name} {old // u} -> {new // u}" for name, old, new, u in pairs if old != new]
+    return ", ".join(changes) or f"data {after.num_ranks // replica}, servers {after.num_servers}"

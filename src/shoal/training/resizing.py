@@ -14,7 +14,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import GroupLeft, PlanError, StopNow
 from shoal.faults import faultpoint
 from shoal.plans.plan import Plan
-from shoal.plans.resize import with_size
+from shoal.plans.resize import size_of, with_size
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def plan_in(plan: Plan, mesh: Mesh) -> Plan:
     """The plan as it is in this mesh, whose run may have changed its size."""
-    if len(mesh.sizes) > 1:
+    if mesh.sizes and (len(mesh.sizes) > 1 or mesh.sizes[-1] != size_of(plan)):
         faultpoint("size.taken")
         return with_size(plan, mesh.sizes[-1])
     if mesh.num_ranks != plan.num_ranks:

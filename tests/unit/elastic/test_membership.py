@@ -8,6 +8,7 @@ killed, stopped and woken at random.
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,8 @@ from shoal.elastic.actions import (
     AllFormed,
     Announce,
     GiveUp,
+    HostAdded,
+    HostGone,
     Kill,
     NotResized,
     PauseRanks,
@@ -64,6 +67,7 @@ class Cluster:
         num_servers: int = 0,
         num_steps: int = NUM_STEPS,
         num_hosts: int = 1,
+        **options: Any,
     ):
         self.num_steps, self.num_hosts = num_steps, num_hosts
         self.host_of_member: dict[int, int] = {}
@@ -73,10 +77,14 @@ class Cluster:
             num_seats,
             num_servers,
             MembershipOptions(
-                num_spares=num_spares, heartbeat_timeout_s=heartbeat_s, num_hosts=num_hosts
+                num_spares=num_spares,
+                heartbeat_timeout_s=heartbeat_s,
+                num_hosts=num_hosts,
+                **options,
             ),
         )
         self.answers: list[Action] = []  # to requests for another size
+        self.told: list[Action] = []  # of hosts
         self.parts = False  # whether servers are to write before seats are dealt
         self.parted: set[int] = set()  # those that were asked to, and did
         self.processes: dict[int, Process] = {}
@@ -101,9 +109,7 @@ class Cluster:
                     self.kill(action.member)
                 case Announce():
                     self.check_announce(action)
-                    for seat, number in enumerate(action.seats):
-                        host = host_of(seat, self.members.size, self.num_hosts)
-                        assert self.host_of_member[number] == host, "a seat moved to another host"
+                    self.check_hosts(action)
                     for number in action.seats:
                         self.processes[number].inbox.append(("seat", action.generation))
                 case AllArrived():
@@ -120,6 +126,8 @@ class Cluster:
                     self.ending = action
                 case PauseRanks() | RepartitionServers():
                     self.ask(action)
+                case HostGone() | HostAdded():
+                    self.told.append(action)
                 case Resized() | NotResized():
                     self.answers.append(action)
                     for number in action.leavers if isinstance(action, Resized) else ():
@@ -151,6 +159,11 @@ class Cluster:
         if self.groups:
             self.check_holders(self.groups[max(self.groups)], plan.seats)
         self.groups[plan.generation] = plan.seats
+
+    def check_hosts(self, plan: Announce) -> None:
+        for seat, number in enumerate(plan.seats):
+            host = host_of(seat, self.members.size, self.num_hosts)
+            assert self.host_of_member[number] == host, "a seat moved to another host"
 
     def check_holders(self, before: tuple[int, ...], now: tuple[int, ...]) -> None:
         if len(self.members.sizes) == self.num_sizes:

@@ -1,0 +1,226 @@
+"""Every plan over hosts that ssh reaches: the bits of one host, and no shared file system.
+
+Hosts are network namespaces on one cable, and a command in the place of ssh enters them. The first
+host's directory is hidden there, with the recipe, what it imports and reads, and the run directory.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from shoal.cluster.invitation import INVITATION, KEYS
+from shoal.faults import VARIABLE
+from shoal.testing.ranks import Pool
+from tests.faults.conftest import RECIPE
+from tests.support.faults import Trained, Training, check_ledger
+from tests.support.hosts import Host, NoNamespaces, run_in, several_hosts, write_ssh
+
+NUM_STEPS = 60
+Begin = Callable[..., Training]
+
+RECIPE_FILE = """
+from pathlib import Path
+from beside import changed
+
+def mlp(pause: float = 0.0):
+    print("loaded with", Path("notes/seed.txt").read_text().strip())
+    return changed(pause, int(Path("notes/seed.txt").read_text()))
+"""
+BESIDE = """
+import tiny
+
+def changed(pause, seed):
+    return tiny.run_of(pause, seed=seed)
+"""
+
+
+@pytest.fixture
+def cable() -> Iterator[list[Host]]:
+    with ExitStack() as made:
+        try:
+            yield made.enter_context(several_hosts(3))
+        except NoNamespaces as why:
+            pytest.skip(f"needs network namespaces: {why}")
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """The first host's directory: a recipe that imports a module beside it and reads a file."""
+    made = tmp_path / "first"
+    (made / "notes").mkdir(parents=True)
+    (made / "notes" / "seed.txt").write_text("0\n")
+    (made / "recipe.py").write_text(RECIPE_FILE)
+    (made / "beside.py").write_text(BESIDE)
+    shutil.copy(RECIPE, made / "tiny.py")
+    return made
+
+
+@pytest.fixture
+def begin(pool: Pool, tmp_path: Path, first: Path, cable: list[Host]) -> Begin:
+    """Start `shoal train` on the first host, and others through ssh."""
+
+    def start(
+        plan: str | None,
+        *options: str,
+        on: str = "localhost,b",
+        python: str = "",
+        trusts: bool = True,
+        hides: bool = True,
+        include: tuple[str, ...] = ("notes",),
+        **settings: object,
+    ) -> Training:
+        ssh = write_ssh(tmp_path / "ssh", {"b": cable[1], "c": cable[2]}, first if hides else None)
+        run_dir = first / f"run-{sum(1 for _ in first.glob('run-*.out'))}"
+        words = ["train", "recipe.py:mlp", "--run-dir", str(run_dir), "--json"]
+        words += ["--on", f"hosts:{on}", "--listen", cable[0].address, "--slots", "4", *options]
+        words += [word for path in include for word in ("--include", path)]
+        words += ["--plan", plan] if plan is not None else []
+        words += ["--trust-network"] if trusts else []
+        words += ["--python", python] if python else []
+        for name, value in settings.items():
+            words += ["--set", f"{name}={value}"]
+        command = pool.start(
+            run_in,
+            cable[0].namespace,
+            words,
+            environment={VARIABLE: "", "SHOAL_SSH": ssh, "SHOAL_TRUST_NETWORK": ""},
+            output=Path(f"{run_dir}.out"),
+            errors=Path(f"{run_dir}.err"),
+            directory=first,
+        )
+        return Training(command, run_dir)
+
+    return start
+
+
+def check_alike(trained: Trained, alone: Trained) -> None:
+    assert trained.exit_code == 0, trained.errors
+    assert [step["loss"] for step in trained.steps()] == [step["loss"] for step in alone.steps()]
+    assert trained.model() == alone.model(), "the weights differ"
+
+
+def test_hosts_without_a_shared_file_system_train_the_bits_of_one(
+    begin: Begin, undisturbed_under
+) -> None:
+    """Recipe, modules and included files travel; logs come back; no key is in a file."""
+    trained = begin("data=4").wait()
+    check_alike(trained, undisturbed_under("data=4"))
+    check_ledger(trained, NUM_STEPS)
+    hosts = {event["rank"]: event["host"] for event in trained.events("seat")}
+    assert hosts == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert "does not see the run directory" in trained.errors
+    logs = {path.name: path.read_text() for path in (trained.run_dir / "logs").iterdir()}
+    assert {"rank-000.log", "rank-003.log"} <= {*logs}
+    assert sum("loaded with 0" in log for name, log in logs.items() if "recipe" in name) == 2
+    for name in (INVITATION, KEYS, ".hosts", "servers"):
+        assert not (trained.run_dir / name).exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 pipeline=2 microbatches=3",
+        "data=2 tensor=2",
+        "data=4 zero=1",
+        "data=4 zero=2",
+        "data=2 zero=3 tensor=2",
+        "data=4 local_steps=4",
+        "data=4 sync=server servers=2",
+        "data=4 sync=server servers=2 hosts=2",
+    ],
+)
+def test_every_plan(begin: Begin, undisturbed_under, plan: str) -> None:
+    trained = begin(plan, trusts="server" not in plan).wait()
+    check_alike(trained, undisturbed_under(plan))
+
+
+@pytest.mark.full
+def test_three_hosts_of_which_the_cores_are_counted(begin: Begin) -> None:
+    plan, on = "sync=server servers=2", "localhost,b,c"
+    trained = begin(plan, "--slots", "2", on=on, trusts=False).wait()
+    assert trained.exit_code == 0, trained.errors
+    hosts = {event["rank"]: event["host"] for event in trained.events("seat")}
+    assert hosts == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2, 6: 0, 7: 1}
+
+
+@pytest.mark.full
+def test_checkpoints_go_to_a_place_that_all_see(
+    begin: Begin, tmp_path: Path, undisturbed_under
+) -> None:
+    place = ("--checkpoints", str(tmp_path / "shared"))
+    trained = begin("data=4", *place, save_every=20, steps=40).wait()
+    assert trained.exit_code == 0, trained.errors
+    assert "does not see" not in trained.errors
+    assert sorted(path.name[-2:] for path in (tmp_path / "shared").iterdir()) == ["20", "40"]
+
+
+def test_a_host_without_the_place_of_checkpoints_is_told_before_the_first_step(
+    begin: Begin,
+) -> None:
+    trained = begin("data=4", save_every=5).wait()
+    assert trained.exit_code == 2, trained.errors
+    assert "host 1 (" in trained.last_words
+    assert "does not see" in trained.last_words and "/checkpoints, where" in trained.last_words
+    assert "--checkpoints URL-or-shared-directory" in trained.last_words
+    assert not trained.run_dir.exists()
+
+
+def test_gradients_in_clear_text_are_refused_before_anything_starts(begin: Begin) -> None:
+    trained = begin("data=4", trusts=False).wait()
+    assert trained.exit_code == 2
+    assert "gradients would cross the network in clear text" in trained.last_words
+    assert "--trust-network" in trained.last_words and "sync=server" in trained.last_words
+    assert not trained.run_dir.exists()
+
+
+@pytest.mark.full
+def test_what_is_wrong_with_a_host_is_said_in_a_sentence(
+    begin: Begin, tmp_path: Path, first: Path
+) -> None:
+    other = tmp_path / "other"
+    other.write_text(
+        """#!/bin/sh
+exec python3 -c 'import sys, shoal; shoal.__version__ = "9.9"
+from shoal.cli.main import run_here
+sys.exit(run_here(["agent"]))'
+""".replace("python3", sys.executable)
+    )
+    other.chmod(0o755)
+    killed = tmp_path / "killed"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    (first / "notes" / "large").write_bytes(bytes(65 << 20))
+    for given, words in [
+        ({"on": "localhost,nowhere"}, "nowhere: ssh cannot connect: ssh: Could not resolve"),
+        ({"python": "/usr/bin/nopython"}, "b: there is no /usr/bin/nopython"),
+        ({"python": str(other)}, "and this host has 9.9. Install one version on all hosts"),
+        ({"python": str(killed)}, "b: the agent was killed by SIGKILL"),
+        ({"include": ("absent",)}, "--include absent: there is no such file or directory"),
+        ({}, "have more than 64 MB"),
+    ]:
+        trained = begin("data=4", **given).wait()
+        assert trained.exit_code == 2 and words in trained.errors, trained.errors
+        assert not trained.run_dir.exists()
+    (first / "notes" / "large").unlink()
+    trained = begin("data=4", include=()).wait()
+    assert trained.exit_code == 2, trained.errors
+    assert "host 1 (" in trained.last_words and "notes/seed.txt" in trained.last_words
+
+
+@pytest.mark.parametrize(
+    ("on", "words"),
+    [
+        ("localhost", "names this machine alone"),
+        ("b,b", "b is named twice"),
+        ("", "name the hosts"),
+        ("b,-oProxyCommand=x", "is not the name of a host"),
+    ],
+)
+def test_names_that_are_none(start, on: str, words: str) -> None:
+    trained = start(plan="data=2", options=("--on", f"hosts:{on}")).wait()
+    assert trained.exit_code == 2 and words in trained.last_words
