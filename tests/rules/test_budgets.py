@@ -32,7 +32,7 @@ PACKAGE_LINES = {
     "slim": 3100,
     "storage": 1450,
     "sync": 11250,
-    "system": 900,
+    "system": 950,
     "training": 6350,
     "tuning": 2400,
     "verify": 2050,

@@ -31,7 +31,7 @@ class EngineConformance:
     """Inherit, and give `engine` and `recipe`."""
 
     recipe = ""
-    limit_s = 50.0  # for a job to start, and again to end
+    limit_s = 120.0  # for a job to start, and again to end
     more: tuple[str, ...] = ()  # options of `shoal train`, as in ("--on", "slurm")
     unknown = "999999"  # an id that no job has
 

@@ -24,7 +24,7 @@ from subprocess import Popen
 
 from shoal import __version__
 from shoal.cluster.affinity import allow_cores
-from shoal.cluster.engine import JobState, State
+from shoal.cluster.engine import State
 from shoal.cluster.local_queue.job_process import (
     JobFiles,
     judge_end,
@@ -39,10 +39,10 @@ from shoal.cluster.local_queue.journal import (
     JobResized,
     JobStarted,
     JobSubmitted,
-    Journal,
     JournalRecord,
     LimitsSet,
     QueuedEntry,
+    QueueJournal,
     ResizeAsked,
     StopAsked,
     set_limits,
@@ -96,7 +96,7 @@ class QueueAgent:
 
     def __init__(self, directory: Path):
         self._directory = directory
-        self._journal = Journal(directory / JOURNAL)
+        self._journal = QueueJournal(directory / JOURNAL)
         self._cores = sorted(os.sched_getaffinity(0))
         self._at_work: dict[int, JobAtWork] = {}
         self._answers: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
@@ -182,10 +182,7 @@ class QueueAgent:
                 limits = set_limits(state.limits, request.limits)
                 if limits != state.limits:
                     self._journal.append(LimitsSet(limits=limits))
-        return QueueReply(jobs=self._jobs())
-
-    def _jobs(self) -> tuple[JobState, ...]:
-        return list_jobs(self._journal.state, len(self._usable()))
+        return QueueReply(jobs=list_jobs(self._journal.state, len(self._usable())))
 
     def _submit(self, request: QueueRequest) -> int:
         state, asked = self._journal.state, request.request
@@ -206,7 +203,7 @@ class QueueAgent:
                 "limit. Wait, stop some, or allow more with `shoal queue --limit waiting=N`."
             )
         job = state.next_job
-        self._files(job).write_environment(request.environment)
+        JobFiles(self._directory, job).write_environment(request.environment)
         self._journal.append(
             JobSubmitted(
                 job=job,
@@ -229,9 +226,6 @@ class QueueAgent:
 
     # ---- jobs
 
-    def _files(self, job: int) -> JobFiles:
-        return JobFiles(self._directory, job)
-
     def _find_again(self) -> None:
         """Take up the jobs that ran when an earlier agent ended."""
         for entry in self._journal.state.active:
@@ -249,7 +243,7 @@ class QueueAgent:
     def _take_up_ended(self, entry: QueuedEntry) -> None:
         """A job that ended while no agent was there."""
         assert entry.process is not None
-        end = self._files(entry.job).read_end()
+        end = JobFiles(self._directory, entry.job).read_end()
         went_down = end is None and entry.process.boot != boot_id()
         if (end is not None and not end.has_begun) or (
             went_down and entry.num_tries < MOST_TRIES and entry.stop is None
@@ -264,7 +258,7 @@ class QueueAgent:
 
     def _handle_end(self, job: int) -> None:
         entry, work = self._journal.state.jobs[job], self._at_work.pop(job)
-        own, end = work.close(), self._files(job).read_end()
+        own, end = work.close(), JobFiles(self._directory, job).read_end()
         code = end.exit_code if end is not None else own
         state, reason = judge_end(code, entry.stop, entry.request.time_limit_s)
         self._end(entry, code, state, reason)
@@ -272,7 +266,7 @@ class QueueAgent:
     def _end(self, entry: QueuedEntry, code: int | None, state: State, reason: str) -> None:
         ended = JobEnded(job=entry.job, state=state, exit_code=code, reason=reason, at=time.time())
         self._write(ended)
-        self._files(entry.job).remove()
+        JobFiles(self._directory, entry.job).remove()
 
     def _write(self, record: JournalRecord) -> None:
         """What has happened anyway must get into the journal, however long it takes."""
@@ -341,7 +335,7 @@ class QueueAgent:
     def _start(self, entry: QueuedEntry, cores: tuple[int, ...]) -> None:
         """Start a job; it trains once the journal knows its process."""
         try:
-            child = spawn(entry, cores, self._files(entry.job))
+            child = spawn(entry, cores, JobFiles(self._directory, entry.job))
         except OSError as error:
             where = f": {error.filename}" if error.filename else ""
             self._end(entry, None, "failed", f"it cannot be started: {error.strerror}{where}")

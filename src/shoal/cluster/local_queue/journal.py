@@ -221,7 +221,7 @@ def _records(path: Path) -> tuple[list[JournalRecord], int]:
     return records, len(whole)
 
 
-class Journal:
+class QueueJournal:
     """The journal as its only writer has it, and what it says so far."""
 
     def __init__(self, path: Path):
