@@ -94,10 +94,7 @@ class HostsBackend(NamedTuple):
         interface_of(address)
         if self.options.plan is not None:  # else the recipe has one, which is not known yet
             self._refuse_plan(Plan.parse(self.options.plan), address)
-<<<<<<< HEAD
         make_bundle((), self.include)  # what cannot travel is refused before anything starts
-=======
->>>>>>> slurm
         prearranged = getattr(self.starter, "invitation", None)  # one that agents have already
         port = prearranged and prearranged.endpoint[1]
         keys = (prearranged and prearranged.keys) or new_keys()

@@ -180,9 +180,7 @@ def outcome_of(
         num_steps=facts["num_steps"],
         is_finished=not result.exit_code,
         best=_best(lines, keep),
-        checkpoint=None
-        if saved_step is None
-        else f"{files.store}/{checkpoint_name(saved_step)}",
+        checkpoint=None if saved_step is None else f"{files.store}/{checkpoint_name(saved_step)}",
         cause=result.cause,
         trace=result.trace,
         stopped_by=result.stopped_by,

@@ -36,11 +36,7 @@ from shoal.events.events import GaveUpEvent, OnEvent, WarningEvent
 from shoal.launch.outcome import Outcome, outcome_of
 from shoal.launch.prepare import prepare_run
 from shoal.launch.rank_peers import RankPeers, RanksGone, name_ranks
-<<<<<<< HEAD
 from shoal.launch.rank_seat import RankRecord, RankSeat
-=======
-from shoal.launch.rank_seat import LauncherRecord, RankSeat
->>>>>>> mpi
 from shoal.launch.train import Options, describe_run, files_of, opened_run
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import OWNER, RunDir
@@ -191,11 +187,7 @@ class _Rank:
             )
             self._tell("job", job)
             facts, training = self._prepare(recipe, job)
-<<<<<<< HEAD
             record = held.enter_context(RankRecord(directory, self._watch))
-=======
-            record = held.enter_context(LauncherRecord(directory, self._watch))
->>>>>>> mpi
             try:
                 describe_run(directory, recipe, options, facts)
                 prepared(facts, directory.path)
@@ -256,11 +248,7 @@ class _Rank:
         return found
 
     def _train(
-<<<<<<< HEAD
         self, training: PreparedTraining, job: _RankJob, record: "RankRecord | None"
-=======
-        self, training: PreparedTraining, job: _RankJob, record: "LauncherRecord | None"
->>>>>>> mpi
     ) -> RankEnd:
         """Train with the others; tells them how it ended here."""
         log = Path(job.run_dir) / "logs" / f"rank-{self._world.rank:03d}.log"
@@ -348,11 +336,7 @@ def _outcome(
     result: SupervisorResult,
     recipe: Recipe,
     facts: Facts,
-<<<<<<< HEAD
     record: "RankRecord",
-=======
-    record: "LauncherRecord",
->>>>>>> mpi
     directory: RunDir,
     options: Options,
 ) -> Outcome:

@@ -41,11 +41,7 @@ TELL_S = 0.1
 MOST_LINE = 2000
 
 
-<<<<<<< HEAD
 class RankRecord:
-=======
-class LauncherRecord:
->>>>>>> mpi
     """What rank 0 keeps and shows of a run. Use it in a `with` block."""
 
     def __init__(self, directory: RunDir, watch: OnEvent):
@@ -102,11 +98,7 @@ class RankSeat(LauncherSeat):
         form_timeout_s: float,
         *,
         check: Check,
-<<<<<<< HEAD
         record: RankRecord | None,
-=======
-        record: LauncherRecord | None,
->>>>>>> mpi
     ):
         super().__init__(peers.world, store, form_timeout_s)
         self.summary: dict[str, Any] = {}
