@@ -31,7 +31,7 @@ import zmq
 from shoal.comm.endpoint import Endpoint, address_towards, interface_of
 from shoal.comm.rendezvous import join_store, serve_store
 from shoal.comm.run_store import StoreClient, StoreServer
-from shoal.comm.unix import refuse_open
+from shoal.comm.unix import refuse_open, release
 from shoal.errors import FormError, UsageError
 from shoal.storage.files import write_atomic
 from shoal.world import World
@@ -106,6 +106,7 @@ def launcher_store(world: World, place: MeetingPlace, timeout_s: float) -> Itera
             _remove_left_behind()
             _make_anew(directory)
             held.callback(shutil.rmtree, directory, ignore_errors=True)
+            held.callback(release, str(directory))
             server = StoreServer(Endpoint(str(directory)))
             held.callback(server.close)
             write_atomic(directory / "store", msgspec.json.encode(_Holder.of(server.address)))

@@ -50,7 +50,7 @@ def socket_directory(run_dir: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        _forget(str(path))
+        release(str(path))
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -103,6 +103,7 @@ def is_own(connection: socket.socket) -> bool:
     return bool(_PEER.unpack(credentials)[1] == os.geteuid())
 
 
-def _forget(directory: str) -> None:
+def release(directory: str) -> None:
+    """What `reachable` holds of a directory; call it before the directory is removed."""
     if directory in _short_of:
         os.close(int(_short_of.pop(directory).rpartition("/")[2]))

@@ -373,6 +373,7 @@ def test_a_spare_that_comes_later_finds_the_checkpoints_of_its_own_run(
     with pytest.raises(UsageError, match="already holds checkpoints"):
         shoal.trainer(run, checkpoints=tmp_path)
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("shoal.world.is_supervised", lambda: True)
     shoal.trainer(run, checkpoints=tmp_path).seat.close()
 
 

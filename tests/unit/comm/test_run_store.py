@@ -122,7 +122,8 @@ def form(store: dist.Store, rank: int, count: int, sums: dict[int, float]) -> No
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_a_group_forms_through_it(context, server, reach, count: int) -> None:
+def test_a_group_forms_through_it(context, server, reach, count: int, monkeypatch) -> None:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")  # processes forked later would inherit it
     sums: dict[int, float] = {}
     stores = [StoreClient(context, server.address, reach.keys, WAIT_S) for _ in range(count)]
     threads = [
