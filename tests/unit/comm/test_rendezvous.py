@@ -40,6 +40,7 @@ def addresses(port: int) -> set[str]:
 def test_rank_0_of_a_launcher_listens_at_its_address_alone(
     host: str, address: str, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # so that what is set is taken back
     monkeypatch.setenv("MASTER_ADDR", host)
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
