@@ -55,6 +55,11 @@ class TrainOptions(TypedDict, total=False):
     stop_timeout_s: float
     listen: str
     join_timeout_s: float
+    nodes: int
+    slots: int
+    include: tuple[str, ...]
+    python: str
+    trust_network: bool
 
 
 def train(

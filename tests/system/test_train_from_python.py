@@ -146,7 +146,7 @@ def test_what_is_asked_for_wrongly_is_refused_before_a_process_starts() -> None:
         shoal.train(lambda: held and tiny.line(), progress=False)
     assert set(TrainOptions.__annotations__) | {"plan", "resume", "begun", "on"} == set(
         Options.__struct_fields__
-    ) - {"new_data_steps", "new_data_missed"}
+    ) - {"new_data_steps", "new_data_missed", "spans"}
 
 
 def test_wrong_plans_and_settings_are_usage_errors(tmp_path: Path) -> None:

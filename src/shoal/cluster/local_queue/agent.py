@@ -135,26 +135,27 @@ class QueueAgent:
                 self._handle_end(jobs[descriptor])
         while not self._answers.empty():
             self._finish_resize(*self._answers.get())
-        was_asked = self._listener.fileno() in ready
-        if was_asked:
-            self._serve_command()
+        was_asked = self._listener.fileno() in ready and self._serve_command()
         self._end_what_is_due()
         self._follow_policy()
         return was_asked
 
     # ---- commands
 
-    def _serve_command(self) -> None:
+    def _serve_command(self) -> bool:
+        """Whether one asked something, and did not only look whether an agent is there."""
         with suppress(OSError):
             connection, _ = self._listener.accept()
             with connection:
                 if not is_own(connection):
-                    return
+                    return False
                 connection.settimeout(CLIENT_S)
                 with connection.makefile("rb") as requests:
                     content = requests.readline(MOST_BYTES)
-                if content:  # else it only looked whether an agent is there
+                if content:
                     connection.sendall(encode_json(self._reply(content)) + b"\n")
+                    return True
+        return False
 
     def _reply(self, content: bytes) -> QueueReply:
         request = try_decode_json(content, QueueRequest)

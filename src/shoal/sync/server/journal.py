@@ -47,8 +47,8 @@ class Journal:
             marked, mark = directory / "life", hashlib.sha256(life.encode()).hexdigest()
             if not marked.exists() or marked.read_text() != mark:
                 shutil.rmtree(directory, ignore_errors=True)
-                directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                directory.mkdir()
+                directory.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                directory.mkdir(parents=True)
                 marked.write_text(mark)
         except OSError as error:
             self._give_up(error)
