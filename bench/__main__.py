@@ -22,11 +22,12 @@ from bench import harness
 from bench.harness import Row
 
 BENCHES = (
-    *("overhead", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
+    *("overhead", "collectives", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
     *("recovery", "host-loss", "startup"),
     *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
-    *("load", "resume", "straggler", "shared", "diloco", "server", "async-straggler"),
-    *("sparse", "tune", "distill", "prune", "quantize", "submit"),
+    *("load", "resume", "straggler", "shared", "diloco", "slow-link", "server", "async-straggler"),
+    *("sparse", "tune", "distill", "prune", "quantize", "fuse", "submit"),
+    *("predict-time", "predict-memory", "regret", "simulate", "ui", "ui-recording"),
 )
 RESULTS = harness.ROOT / "bench" / "results.json"
 PLOT = harness.ROOT / "bench" / "results.svg"

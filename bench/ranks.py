@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from bench import harness
 from shoal.world import World
+from tests.support.hosts import Host
 
 PATIENCE_S = 600.0
 
@@ -32,15 +33,39 @@ def start(bench: str, num_ranks: int, kind: type[Found], *words: str, **variable
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = harness.child_environment() | variables
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
     environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    places = [{"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(num_ranks)]
+    return _start(bench, kind, words, [(environment | place, []) for place in places])
+
+
+def start_on(hosts: Sequence[Host], bench: str, kind: type[Found], *words: str) -> Found:
+    """The same with a rank on each host."""
+    environment = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29400"}
+    environment |= {"WORLD_SIZE": str(len(hosts)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    places = [
+        (
+            environment | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": host.interface},
+            ["ip", "netns", "exec", host.namespace],
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    return _start(bench, kind, words, places)
+
+
+def _start(
+    bench: str,
+    kind: type[Found],
+    words: Sequence[str],
+    places: Sequence[tuple[Mapping[str, str], list[str]]],
+) -> Found:
+    """A rank with each of these variables, started by these words."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = [sys.executable, "-m", f"bench.{bench}", *words, str(out)]
         ranks = [
-            subprocess.Popen(command, env=environment | {"RANK": str(r), "LOCAL_RANK": str(r)})
-            for r in range(num_ranks)
+            subprocess.Popen([*within, *command], env=harness.child_environment() | variables)
+            for variables, within in places
         ]
         try:
             codes = [rank.wait(timeout=PATIENCE_S) for rank in ranks]
@@ -64,7 +89,7 @@ def serve(body: Callable[..., Any]) -> None:
     world = World.from_environment()
     torch.set_num_threads(1)
     harness.pin(world.rank)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))  # links may be slow
     try:
         found = body(world, *words)
         if world.rank == 0:

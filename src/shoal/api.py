@@ -27,6 +27,7 @@ from shoal.launch.outcome import Outcome, how_it_ended
 from shoal.launch.supervised import RunFailed
 from shoal.launch.train import Options, refuse_contradictions
 from shoal.launch.train import train as train_here
+from shoal.logs import LEVELS
 from shoal.training.options import Recipe, WhichData
 from shoal.training.wording import in_python
 
@@ -49,6 +50,9 @@ class TrainOptions(TypedDict, total=False):
     new_data: str
     replay: float
     tensorboard: bool
+    track: str
+    trace: str
+    log_level: Literal["debug", "info", "warning", "error"]
     spares: int
     heartbeat_timeout_s: float
     form_timeout_s: float
@@ -60,6 +64,7 @@ class TrainOptions(TypedDict, total=False):
     include: tuple[str, ...]
     python: str
     trust_network: bool
+    anyway: bool
 
 
 def train(
@@ -80,7 +85,7 @@ def train(
     `on_step` and other methods (`shoal.Callback`), or functions that get a StepInfo after each
     step, on every rank; `on` says where processes start. With `progress` events are shown on
     standard error as `shoal train` shows them, or given to a function. More `options` are those of
-    `shoal train` (`TrainOptions`).
+    `shoal train` (`TrainOptions`). `plan="auto"` is the fastest here that trains the same.
 
     A failure raises a ShoalError with the traceback of the rank that failed as a note. An interrupt
     stops the run after its step, saves it and raises KeyboardInterrupt; with `resume=True` and the
@@ -106,7 +111,7 @@ def train_recipe(
 ) -> Outcome:
     """`train`, for functions that ask for a recipe themselves (`slim/`)."""
     start = train_here if fresh.can_fork() else fresh.train_fresh
-    watch, introduce, close = _shown(recipe.name, progress)
+    watch, introduce, close = _shown(recipe.name, progress, LEVELS[options.log_level])
     try:
         refuse_contradictions(options)
         outcome = start(recipe, options, run_dir, watch=watch, prepared=introduce)
@@ -183,14 +188,14 @@ def name_of(given: "str | Run | Callable[..., Run]") -> tuple[str, bool]:
 
 
 def _shown(
-    name: str, progress: bool | OnEvent
+    name: str, progress: bool | OnEvent, level: int = LEVELS["info"]
 ) -> tuple[OnEvent, Callable[[Facts, Path], None], Callable[[], None]]:
     """What to do with events, with what the preparation found, and at the end."""
     if callable(progress):
         return progress, lambda facts, run_dir: None, lambda: None
     if not progress:
         return lambda event: None, lambda facts, run_dir: None, lambda: None
-    display = Display()
+    display = Display(level)
     return display, partial(display.introduce, name), display.close
 
 

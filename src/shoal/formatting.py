@@ -19,6 +19,14 @@ def in_units(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B" if unit == "B" else f"{amount:.3g} {unit}"
 
 
+def in_seconds(seconds: float) -> str:
+    """A time for people: three digits and a unit."""
+    for scale, unit in ((3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def plural(count: int, word: str, words: str = "") -> str:
     """A count of things; `words` is what many are called, if not `word` with an s."""
     return f"{count} {word if count == 1 else words or word + 's'}"
@@ -55,3 +63,7 @@ def table(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> str:
         ]
         lines.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join(lines)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -10,13 +10,24 @@ log = logging.getLogger("shoal")
 for_the_screen: deque[str] = deque(maxlen=16)  # said to the log, and not on the screen yet
 
 
-def set_up(prefix: str = "", level: int = logging.INFO, stream: TextIO | None = None) -> None:
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
+_level = logging.INFO
+
+
+def set_level(name: str) -> None:
+    """What the log of this process, and of its forks, holds from now on."""
+    global _level
+    _level = LEVELS[name]
+    log.setLevel(_level)
+
+
+def set_up(prefix: str = "", stream: TextIO | None = None) -> None:
     """Send the package's log to a stream, standard error by default, each line led by `prefix` (a
     rank, say)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(message)s"))
     log.handlers[:] = [handler]
-    log.setLevel(level)
+    log.setLevel(_level)
     log.propagate = False
 
 

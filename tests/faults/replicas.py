@@ -13,6 +13,7 @@ from shoal.data.split import share
 from shoal.plans.plan import Plan
 from shoal.training.run import Run, make_batches
 from shoal.verify.reference import Replica
+from shoal.verify.reference_codec import make_exchange
 from shoal.verify.reference_outer import ReferenceOuter, average
 
 
@@ -34,6 +35,8 @@ class Team:
             kept.append(newcomer)
         for number, replica in enumerate(kept):
             replica.pieces = share(number, num_replicas, self.plan.num_pieces)
+            own = replica.pieces, replica.parameters, replica.optimizer
+            replica.exchange = make_exchange(self.plan, self.run.num_steps(), *own)
         self.replicas = kept
         if self.plan.has_anchor:
             self._resize_outer()

@@ -1,4 +1,5 @@
-"""Hosts that are cut off from the others, one way and both ways, killed, slow, and back again.
+"""Hosts that are cut off from the others, one way and both ways, killed, slow, and back again;
+connections that break, and clocks that differ.
 
 Three hosts are network namespaces on a switch; a command in the place of ssh enters them. A host
 that was cut off has ended its members by itself, commits nothing, and joins again as a new one.
@@ -40,8 +41,11 @@ def cable() -> Iterator[list[Host]]:
 def begin(pool: Pool, tmp_path: Path, cable: list[Host]) -> Begin:
     """Start the tiny run on three hosts, each with room for a rank or two."""
 
-    def start(plan: str, *options: str, slots: int = 1, **settings: object) -> Training:
-        ssh = write_ssh(tmp_path / "ssh", {"b": cable[1], "c": cable[2]})
+    def start(
+        plan: str, *options: str, slots: int = 1, ahead_s: int = 0, **settings: object
+    ) -> Training:
+        hosts = {"b": cable[1], "c": cable[2]}
+        ssh = write_ssh(tmp_path / "ssh", hosts, ahead_s=ahead_s)
         run_dir = tmp_path / "run"
         words = ["train", f"{RECIPE}:judged", "--plan", plan, "--run-dir", str(run_dir), "--json"]
         words += ["--on", "hosts:localhost,b,c", "--listen", cable[0].address, "--trust-network"]
@@ -164,4 +168,39 @@ def test_a_host_that_is_slow_is_not_lost(
         time.sleep(1.0)
     trained = training.wait()
     check_same(trained, undisturbed_under("data=3", "judged"))
+    assert not trained.events("host-lost") and not trained.events("resized")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "plan", ["data=3", "data=3 zero=2", "data=3 sync=server servers=2 copies=2"]
+)
+def test_connections_that_are_reset(
+    begin: Begin, cable: list[Host], undisturbed_under, plan: str
+) -> None:
+    """Nobody died: what was on its way is sent again, and counts once. Members stay; those of a
+    plan that can only begin again from its checkpoint may be started anew, if it met a step."""
+    training = begin(plan, slots=2)
+    for step in (8, 20, 32):
+        training.wait_for_step(step)
+        assert cable[2].reset_connections()
+    trained = training.wait()
+    check_same(trained, undisturbed_under(plan, "judged"))
+    check_ledger(trained, NUM_STEPS)
+    assert not trained.events("host-lost")
+    if "zero" not in plan:
+        assert not trained.events("exited")
+
+
+@pytest.mark.full
+def test_clocks_that_differ(begin: Begin, cable: list[Host], undisturbed_under) -> None:
+    """Monotonic clocks begin when a machine does: no time of one is compared with another's."""
+    training = begin("data=3", ahead_s=1_000_000)
+    training.wait_for_step(8)
+    cable[1].unplug()
+    time.sleep(1.0)
+    cable[1].plug()
+    trained = training.wait()
+    check_same(trained, undisturbed_under("data=3", "judged"))
+    check_ledger(trained, NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("resized")

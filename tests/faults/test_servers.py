@@ -288,3 +288,10 @@ def test_both_holders_of_a_shard_at_once_end_the_run_with_a_way_out(start) -> No
     assert trained.exit_code != 0
     assert "lost" in trained.last_words and "--resume" in trained.last_words
     assert "The newest checkpoint is of step " in trained.last_words
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_worker_that_is_lost_after_the_last_step(start, undisturbed, rank: int) -> None:
+    """Its successor hears of the last step, and then ends with the others."""
+    trained = start(f"run.ending:kill:member={rank}", plan=COPIED).wait()
+    check(trained, undisturbed, [rank])

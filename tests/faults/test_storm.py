@@ -28,7 +28,10 @@ T = TypeVar("T")
 LIMIT_S = 180.0  # for one command
 MOST_COMMANDS = 10
 OPTIONS = ("--resume", "--keep", "last=3", "--heartbeat-timeout", "3")
-FILES = {"checkpoints", "events.jsonl", "logs", "metrics.jsonl", "model.safetensors", "run.json"}
+FILES = {
+    *("checkpoints", "events.jsonl", "logs", "metrics.jsonl", "model.safetensors"),
+    *("outcome.json", "report.html", "run.json"),
+}
 SAVES = [*product(SAVE_POINTS[:3], (0, 1)), *product(SAVE_POINTS[3:], (0,))]  # rank 0 commits
 
 KILL, PAUSE, EVICT, SAVE = "kill", "pause", "evict", "kill in a save"

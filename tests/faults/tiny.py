@@ -512,3 +512,13 @@ def called(
             Counting(fails, unlike),
         ],
     )
+
+
+def packed(pause: float = 0.002) -> shoal.Run:
+    """With a matrix that a codec packs."""
+    return run_of(
+        pause,
+        model=lambda: nn.Sequential(
+            nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 32), nn.Linear(32, 1)
+        ),
+    )

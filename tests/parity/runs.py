@@ -60,6 +60,15 @@ def network(**changes: Any) -> shoal.Run:
     return dataclasses.replace(run, **changes)
 
 
+def broad() -> shoal.Run:
+    """With a matrix that a codec packs."""
+    return network(
+        model=lambda: nn.Sequential(
+            nn.Flatten(), nn.Linear(36, 64), nn.ReLU(), nn.Linear(64, 3, bias=False)
+        )
+    )
+
+
 def clipped() -> shoal.Run:
     return network(clip=0.3, schedule=schedules.cosine(warmup=3))
 
@@ -117,4 +126,10 @@ def check_same(found: Any, steps: int) -> None:
     assert found.verdict["identical"], found.errors
 
 
-RECIPES = {"network": network, "clipped": clipped, "padded": padded, "tokens": tokens}
+RECIPES = {
+    "network": network,
+    "broad": broad,
+    "clipped": clipped,
+    "padded": padded,
+    "tokens": tokens,
+}

@@ -46,6 +46,7 @@ LOCAL = "data=2 local_steps=3"  # is not what one process trains: only its state
 OUTER = "data=2 local_steps=4 outer=nesterov fragments=2 codec=int8"
 RING = ["data=1", "data=2 zero=3", "tensor=2 pipeline=2", "data=2 zero=1"]
 MODELS = ["gpt", "bert"]  # tied weights; parameter groups
+FULL = pytest.mark.full
 Runs = Callable[..., Trained]
 
 
@@ -148,6 +149,31 @@ def test_to_servers_and_back(
     pool: Pool, runs: Runs, tmp_path: Path, before: str, after: str
 ) -> None:
     check(pool, runs, tmp_path, "gpt", before, after)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("data=2 codec=int8", "data=2 codec=int8"),
+        pytest.param("data=2 zero=1 codec=topk:0.05", "data=2 zero=1 codec=topk:0.05", marks=FULL),
+        pytest.param("data=2 codec=powersgd:2", "data=2 codec=powersgd:2", marks=FULL),
+        pytest.param("data=2 sync=server codec=int4", "data=2 sync=server codec=int4", marks=FULL),
+        pytest.param("data=2 codec=int8", "data=4 codec=int8", marks=FULL),
+        pytest.param("data=2 codec=int8", "data=2 zero=2 codec=onebit", marks=FULL),
+        pytest.param("data=2 codec=int8", "data=2", marks=FULL),
+    ],
+)
+def test_what_packing_has_not_sent_goes_with_a_run(
+    pool: Pool, runs: Runs, tmp_path: Path, before: str, after: str
+) -> None:
+    """The same bits under the same plan; under any other, it goes on from there."""
+    if before == after:
+        check(pool, runs, tmp_path, "gpt", before, after)
+        return
+    stopped, on = runs("gpt", before, MIDDLE), tmp_path / "on"
+    shutil.copytree(stopped.run_dir, on)
+    trained = train(pool, "gpt", after, on, END, "--resume")
+    assert [record["step"] for record in trained.steps()] == list(range(1, END + 1))
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shoal.comm.collectives import LOOK, Group
 from shoal.comm.mesh import Mesh
@@ -141,16 +143,21 @@ def test_a_late_peer_is_waited_for(pool: Pool) -> None:
     assert pool.run(waits_for_a_late_peer, 2) == [100_000.0, 100_000.0]
 
 
-def leaves_a_dead_collective(mesh: Mesh) -> str:
-    """Rank 1 never comes: the others are freed by shutting their own sockets."""
+def leaves_a_dead_collective(mesh: Mesh, through_memory: bool) -> str:
+    """Rank 1 never comes: the others are freed by shutting their own sockets, or by the end of the
+    generation where they wait in memory."""
     if mesh.rank == 1:
         time.sleep(2.0)
         return "absent"
+    is_over = threading.Event()
+    world = dist.group.WORLD if not through_memory else mesh.data.handle
+    group = Group(world, is_lost=is_over.is_set)
     names = set(open_sockets())
-    freed = threading.Timer(0.3, shut_down, [names])
+    end = is_over.set if through_memory else partial(shut_down, names)
+    freed = threading.Timer(0.3, end)
     freed.start()
     try:
-        mesh.data.all_reduce(torch.ones(10)).wait()
+        group.all_reduce(torch.ones(10)).wait()
         return "done"
     except GroupLost:
         return "freed"
@@ -158,8 +165,9 @@ def leaves_a_dead_collective(mesh: Mesh) -> str:
         freed.join()
 
 
-def test_a_waiting_collective_can_be_left(pool: Pool) -> None:
-    assert pool.run(leaves_a_dead_collective, 2) == ["freed", "absent"]
+@pytest.mark.parametrize("through_memory", [False, True])
+def test_a_waiting_collective_can_be_left(pool: Pool, through_memory: bool) -> None:
+    assert pool.run(leaves_a_dead_collective, 2, through_memory) == ["freed", "absent"]
 
 
 def notices_a_death(mesh: Mesh) -> str:

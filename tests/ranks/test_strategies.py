@@ -5,6 +5,7 @@ import pytest
 from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.gradient_packing import GradientPacking
 from shoal.sync.local import LocalSGD
 from shoal.sync.outer import OuterConfig
 from shoal.sync.zero import ZeroSharded
@@ -104,3 +105,65 @@ class TestStreamed(TestLocalSGD):
     @pytest.fixture
     def long_factory(self):
         return streamed_for_long
+
+
+def int8(num_pieces: int) -> AllReduce:
+    return AllReduce(num_pieces, packing=GradientPacking("int8", NUM_STEPS))
+
+
+def onebit(num_pieces: int) -> AllReduce:
+    return AllReduce(num_pieces, packing=GradientPacking("onebit", NUM_STEPS))
+
+
+def half(num_pieces: int) -> AllReduce:
+    return AllReduce(num_pieces, packing=GradientPacking("bf16", NUM_STEPS))
+
+
+def largest(num_pieces: int) -> ZeroSharded:
+    packing = GradientPacking("topk:0.1+int8", NUM_STEPS)
+    return ZeroSharded(num_pieces, scatter_each=False, packing=packing)
+
+
+def int4_each_round(num_pieces: int) -> ZeroSharded:
+    packing = GradientPacking("int4", NUM_STEPS)
+    return ZeroSharded(num_pieces, scatter_each=True, packing=packing)
+
+
+class TestInt8(StrategyConformance):
+    parity, plan = "none", "codec=int8 precision=fp16"
+
+    @pytest.fixture
+    def factory(self):
+        return int8
+
+
+class TestOneBit(StrategyConformance):
+    parity, plan = "none", "codec=onebit precision=fp16"
+
+    @pytest.fixture
+    def factory(self):
+        return onebit
+
+
+class TestHalf(StrategyConformance):
+    parity, plan = "none", "codec=bf16 precision=fp16"
+
+    @pytest.fixture
+    def factory(self):
+        return half
+
+
+class TestLargest(StrategyConformance):
+    parity, holds_all, plan = "none", False, "zero=1 codec=topk:0.1+int8 precision=fp16"
+
+    @pytest.fixture
+    def factory(self):
+        return largest
+
+
+class TestInt4EachRound(StrategyConformance):
+    parity, holds_all, plan = "none", False, "zero=2 codec=int4 precision=fp16"
+
+    @pytest.fixture
+    def factory(self):
+        return int4_each_round

@@ -24,9 +24,9 @@ STOREYS = [
     ["training"],
     ["elastic", "inference"],
     # around a run
-    ["cluster"],
-    ["launch", "api", "callbacks"],
-    ["cost", "verify", "doctor", "slim", "tuning", "ui"],
+    ["cluster", "cost"],
+    ["launch", "api", "callbacks", "ui"],  # the end of a run writes its report
+    ["verify", "doctor", "slim", "tuning"],
     ["cli"],
 ]
 LAYERS = {name: number for number, names in enumerate(STOREYS) for name in names}

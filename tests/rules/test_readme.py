@@ -81,7 +81,7 @@ def wrong_with(words: list[str], root: Path, group: click.Command) -> list[str]:
         if name.startswith("-") and name not in known:
             wrong.append(f"{command.name} has no option {name}")
         if name == "--plan":
-            Plan.parse(value or following).refuse_missing()
+            Plan.parse(value or following)
         recipe = re.fullmatch(r"(\S+/\S+\.py)(?::(\w+))?", word)
         if recipe:
             wrong += wrong_with_recipe(root / recipe[1], recipe[2])

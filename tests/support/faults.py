@@ -139,9 +139,10 @@ def start(
     faults: Sequence[str] = (),
     options: Sequence[str] = (),
     namespace: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> Training:
-    """Start `shoal train`, in a network namespace or here; `faults` are of the form that
-    `shoal.faults` reads."""
+    """Start `shoal train`, in a network namespace or here, with more variables in its environment;
+    `faults` are of the form that `shoal.faults` reads."""
     words = ["train", recipe, "--plan", plan, "--run-dir", str(run_dir.resolve()), "--json"]
     for name, value in (settings or {}).items():
         words += ["--set", f"{name}={value}"]
@@ -150,7 +151,7 @@ def start(
         run_in,
         namespace,
         words,
-        environment={VARIABLE: ",".join(faults)},
+        environment={VARIABLE: ",".join(faults), **(environment or {})},
         output=_beside(run_dir, ".out"),
         errors=_beside(run_dir, ".err"),
         directory=run_dir.parent,

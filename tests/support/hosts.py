@@ -49,6 +49,13 @@ class Host(NamedTuple):
     def speak_to(self, other: "Host") -> None:
         _ip("-n", self.namespace, "route", "del", "blackhole", f"{other.address}/32")
 
+    def reset_connections(self) -> int:
+        """Break every TCP connection of this host at once; how many there were."""
+        enter = ["ip", "netns", "exec", self.namespace]
+        kill = ["ss", "-H", "-K", "-t", "state", "established"]
+        done = subprocess.run([*enter, *kill], capture_output=True, text=True)
+        return len(done.stdout.splitlines())
+
     def num_bytes(self) -> int:
         """What has left this host through the cable."""
         words = ["ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", self.interface]
@@ -105,9 +112,13 @@ def several_hosts(count: int) -> Iterator[list[Host]]:
                 _ip("netns", "delete", namespace)
 
 
-def write_ssh(path: Path, hosts: Mapping[str, Host], hidden: Path | None = None) -> str:
+def write_ssh(
+    path: Path, hosts: Mapping[str, Host], hidden: Path | None = None, ahead_s: int = 0
+) -> str:
     """A command in the place of ssh, which enters the host's namespace instead. There a directory
-    is hidden, as if its disk were the first host's own. Returns what SHOAL_SSH is to be."""
+    is hidden, as if its disk were the first host's own, and monotonic clocks are ahead, as those of
+    a machine that started earlier. Returns what SHOAL_SSH is to be."""
+    clock = f"unshare --time --monotonic {ahead_s} --boottime {ahead_s} " if ahead_s else ""
     cases = "\n".join(f"{name}) space={host.namespace} ;;" for name, host in hosts.items())
     hide = "" if hidden is None else f"mount -t tmpfs none '{hidden}' && "
     path.write_text(
@@ -119,7 +130,7 @@ case $host in
 *) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
 esac
 cd /
-exec ip netns exec $space sh -c "{hide}exec $*"
+exec ip netns exec $space {clock}sh -c "{hide}exec $*"
 """
     )
     path.chmod(0o755)

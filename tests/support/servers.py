@@ -46,11 +46,13 @@ class Server:
         log: Path,
         ready: str = "",
         end: signal.Signals = signal.SIGKILL,
+        limit_s: float = LIMIT_S,
     ):
         self.port = _free_port()
         self.url = url.format(port=self.port)
         self.log = log
         self._command = command(self.port)
+        self._limit_s = limit_s  # for it to answer
         self._ready, self._end = ready.encode(), end  # what it writes once it answers; its signal
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -74,7 +76,7 @@ class Server:
                 stderr=log,
                 cwd="/",
             )
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + self._limit_s
         while not self._answers():
             ended = self._process.poll() is not None
             if ended or time.monotonic() > deadline:
@@ -87,12 +89,16 @@ class Server:
         """End it at once; connections break. Does nothing to one that is not running."""
         if self._process is not None:
             self.resume()
+            below = descendants(self._process.pid)
             self._process.send_signal(self._end)
             try:
                 self._process.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+            for pid in below & descendants():  # children that it left behind
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._process = None
 
     def pause(self) -> None:
@@ -232,3 +238,45 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
+
+
+@contextmanager
+def start_mlflow() -> Iterator[Server]:
+    """An MLflow server with a database of its own, from the environment that `make` gives it."""
+    program = Path(__file__).parents[2] / ".venv-mlflow" / "bin" / "mlflow"
+    if not program.exists():
+        pytest.skip("mlflow is not installed (make .venv-mlflow/.ready)")
+    with _directory("mlflow") as directory:
+
+        def command(port: int) -> list[str]:
+            words = ["server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+            words += ["--backend-store-uri", f"sqlite:///{directory}/runs.db"]
+            words += ["--artifacts-destination", str(directory / "files")]
+            return ["env", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false", str(program), *words]
+
+        url, ready = "http://127.0.0.1:{port}", "Application startup complete"
+        server = Server(command, url, directory / "log", ready, limit_s=120.0)
+        with _running(server):
+            yield server
+
+
+@contextmanager
+def start_prometheus(scraped: int) -> Iterator[Server]:
+    """A Prometheus that scrapes a port of loopback each second."""
+    program = _program("prometheus", "prometheus")
+    with _directory("prometheus") as directory:
+        (directory / "prometheus.yml").write_text(
+            "global: {scrape_interval: 1s}\n"
+            "scrape_configs:\n- job_name: shoal\n"
+            f"  static_configs: [{{targets: ['127.0.0.1:{scraped}']}}]\n"
+        )
+
+        def command(port: int) -> list[str]:
+            words = [f"--config.file={directory}/prometheus.yml"]
+            words += [f"--storage.tsdb.path={directory}/data"]
+            return [program, *words, f"--web.listen-address=127.0.0.1:{port}"]
+
+        url, ready = "http://127.0.0.1:{port}", "Server is ready to receive web requests"
+        server = Server(command, url, directory / "log", ready)
+        with _running(server):
+            yield server

@@ -48,7 +48,7 @@ class Watched:
                 self.groups.append(group)
 
         monkey.setattr(Group, "__init__", watched)
-        for name in ("all_reduce", "all_to_all", "all_gather_shards"):
+        for name in ("all_reduce", "all_to_all", "all_gather_shards", "_numbers_in_memory"):
             monkey.setattr(Group, name, self._told(getattr(Group, name)))
         for name in ("all_gather_single", "reduce_scatter_single"):
             monkey.setattr(dist, name, self._counted(getattr(dist, name)))

@@ -96,6 +96,23 @@ def test_an_evaluation_has_the_bits_of_training(command: Command, classified: Fi
 
 
 @pytest.mark.full
+def test_a_program_and_quantised_weights_are_evaluated(
+    command: Command, classified: Finished, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao")
+    for name in ("rounded", "program.pt2"):
+        out = tmp_path / name
+        table = shoal.slim.quantize(CLASSIFIER, classified.run_dir, to="int8", out=out)
+        said = command("evaluate", CLASSIFIER, "--from", out, "--plan", "data=2", "--json")
+        assert said.code == 0, said.errors
+        assert {"loss": said.answer["loss"], **said.answer["metrics"]} == pytest.approx(
+            table.after.metrics, rel=1e-5
+        )
+    refused = command("evaluate", CLASSIFIER, "--from", out, "--plan", "tensor=2", "--json")
+    assert refused.code == 2 and "under data=N" in refused.answer["error"]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan",
     [

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.errors import BadCheckpoint, UsageError
-from shoal.storage.object_client import redact_password
+from shoal.storage.object_client import MIRROR, redact_password
 from shoal.storage.object_store import local_path, open_store
 from shoal.storage.store import SEAL, DirectoryStore, Store
 
@@ -175,7 +175,8 @@ def _is_checkpoint(path: Path) -> bool:
 def _find_at_url(url: str) -> FoundCheckpoints:
     """In an object store a checkpoint without a seal does not count."""
     url = url.rstrip("/")
-    if "://" in url.rpartition("/")[0]:
+    inner = url.rpartition("]")[2] if url.startswith(MIRROR) else url.partition("://")[2]
+    if "/" in inner:
         parent, name = split_url(url)
         store = open_store(parent)
         with suppress(BadCheckpoint):

@@ -34,6 +34,7 @@ from shoal.checkpoint.snapshot import Snapshot, SnapshotBuffer
 from shoal.comm.collectives import Group
 from shoal.comm.wire import digest_number
 from shoal.errors import GroupLost
+from shoal.events.tracing import TRACER
 from shoal.faults import faultpoint
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
@@ -166,12 +167,15 @@ class Saver:
         problem, size, committed, is_echo = "", 0, False, False
         draft = self.store.join_draft(work.name, work.token)
         try:
-            snapshot.copy()
-            self._begin(work, draft)
-            size = work.write(draft, self._placed, snapshot).file.num_bytes
+            with TRACER.span("copy", "save"):
+                snapshot.copy()
+            with TRACER.span("write", "save"):
+                self._begin(work, draft)
+                size = work.write(draft, self._placed, snapshot).file.num_bytes
             self._written.set()
             if work.rank == 0:
-                size, committed = work.commit(draft, self._given_up), True
+                with TRACER.span("commit", "save"):
+                    size, committed = work.commit(draft, self._given_up), True
         except (GroupLost, TimeoutError) as error:
             problem = str(error)
         except FileNotFoundError as error:  # another rank reports why

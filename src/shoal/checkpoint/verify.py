@@ -6,10 +6,11 @@ reads every byte; hashing releases the GIL, so it uses as many threads as it is 
 Read next: `load.py`, which fills tensors.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -25,6 +26,7 @@ from shoal.storage.object_client import StoreError
 from shoal.storage.store import SEAL, FileReader, Store
 from shoal.system.processes import WORK
 
+T = TypeVar("T")
 MOST_HEADER_BYTES = 100_000_000  # readers of safetensors refuse more
 MOST_SEAL_BYTES = 1024
 LENGTH_BYTES = 8  # before a header: its length
@@ -45,10 +47,23 @@ class VerifiedCheckpoint:
     """
 
     def __init__(self, store: Store, name: str, key_of: Callable[[], bytes | None] = signing_key):
-        self.name = name
+        self.name, self._store, self._key_of = name, store, key_of
+        self._verified: set[tuple[int, int]] = set()
+        self._lock, self._num_copies = threading.Lock(), 0
+        while True:
+            try:
+                self._look()
+                return
+            except (BadCheckpoint, StoreError):
+                if not store.fall_over(name):
+                    raise
+
+    def _look(self) -> None:
+        """Read what tells of it, and open its files; nothing of them is verified yet."""
+        store, name = self._store, self.name
         content = _read_small(store, name, MANIFEST, MOST_MANIFEST_BYTES)
         sealed = _read_small(store, name, SEAL, MOST_SEAL_BYTES)
-        key = key_of()
+        key = self._key_of()
         files = _list_files(store, name)
         if key is not None:
             if SIGNATURE not in files:
@@ -61,10 +76,10 @@ class VerifiedCheckpoint:
         if others := files - known:
             raise BadCheckpoint(f"{min(others)} does not belong to it.")
         self._files = [_open(store, name, file.name) for file in self.manifest.files]
-        for number in range(len(self._files)):
-            self._header(number)
+        for reader, file in zip(self._files, self.manifest.files, strict=True):
+            _read_header(reader, file)
         self._tensors = {tensor.name: tensor for tensor in self.manifest.tensors}
-        self._verified: set[tuple[int, int]] = set()
+        self._verified.clear()
         of_files = sum(file.num_bytes for file in self.manifest.files)
         self.num_bytes = len(content) + len(sealed) + of_files
 
@@ -81,8 +96,28 @@ class VerifiedCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
+    def _from_a_copy(self, read: Callable[[], T]) -> T:
+        """What `read` gives, from the first copy of a mirror that is sound and can be reached."""
+        while True:
+            number = self._num_copies
+            try:
+                return read()
+            except (BadCheckpoint, StoreError):
+                with self._lock:  # another thread may have found it out
+                    if number == self._num_copies:
+                        if not self._store.fall_over(self.name):
+                            raise
+                        self._num_copies += 1
+                        seal = self.seal
+                        self._look()
+                        if self.seal != seal:
+                            raise
+
     def read_chunk(self, tensor: TensorEntry, chunk: Chunk) -> memoryview:
         """The verified bytes of a chunk."""
+        return self._from_a_copy(lambda: self._read_chunk(tensor, chunk))
+
+    def _read_chunk(self, tensor: TensorEntry, chunk: Chunk) -> memoryview:
         reader, at = self._files[chunk.file], (chunk.file, chunk.start)
         content = reader.read(chunk.start, tensor.num_bytes(chunk))
         WORK.done += 1
@@ -138,7 +173,9 @@ class VerifiedCheckpoint:
 
     def _header(self, number: int) -> memoryview:
         """The verified bytes of a file's header; the file must have its length."""
-        return _read_header(self._files[number], self.manifest.files[number])
+        return self._from_a_copy(
+            lambda: _read_header(self._files[number], self.manifest.files[number])
+        )
 
     @cached_property
     def _chunks(self) -> list[list[tuple[TensorEntry, Chunk]]]:

@@ -44,6 +44,7 @@ def data() -> None:
     shoal data build photos/ s3://bucket/photos --compress zstd --workers 2
     shoal data show data/digits
     shoal data verify data/digits
+    shoal data sync data/digits s3://bucket/digits
     shoal data audit runs/digits-1
     shoal data audit runs/text-1 --recipe text.py:train
 
@@ -54,6 +55,39 @@ def data() -> None:
 
 
 data.add_command(audit)
+
+
+@data.command()
+@click.argument("source")
+@click.argument("target")
+@click.option("--force", is_flag=True, help="Replace a set of another content in TARGET.")
+@as_json
+def sync(source: str, target: str, force: bool, as_json: bool) -> None:
+    """Let TARGET hold the set that SOURCE holds, byte for byte.
+
+    \b
+    shoal data sync data/digits s3://bucket/digits
+    shoal data sync "mirror://[/a/digits,s3://b/digits]" s3://b/digits
+
+    Each is a directory, a URL, or a mirror of several. Every byte is hashed on the way. A TARGET
+    that has the set whole is left as it is; one that was away is caught up; a copy that was cut
+    short goes on when it is started again. Exit codes: 0 done, 2 usage or input.
+    """
+    from shoal.data.shard_files.syncing import sync as sync_set
+    from shoal.logs import set_up
+
+    set_up()
+    done = sync_set(source, target, force=force)
+    shown = redact_url(target)
+    if as_json:
+        print_json(
+            {"path": shown, "shards": done.num_shards, "bytes": done.num_bytes}
+            | {"seal": done.contents.digest}
+        )
+    elif done.num_shards:
+        say(f"{shown}: {done.num_shards} shards copied, {in_units(done.num_bytes)}.")
+    else:
+        say(f"{shown} holds the set already, every byte of it.")
 
 
 @data.command()

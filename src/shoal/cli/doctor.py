@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
-from shoal.cli.output import print_json
+from shoal.cli.output import print_json, say
 from shoal.doctor.doctor import Finding, examine
+from shoal.errors import UsageError
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 
@@ -13,11 +14,23 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "red"}
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 @click.option("--quick", is_flag=True, help="Leave out what takes seconds to measure.")
-def doctor(as_json: bool, quick: bool) -> None:
+@click.option(
+    "--save",
+    type=click.Path(path_type=Path),
+    help="Measure this machine as a cluster of one host, and write it to a TOML file.",
+)
+def doctor(as_json: bool, quick: bool, save: Path | None) -> None:
     """Show what this machine offers, what is wrong with it, and the way out.
 
-    Ends with exit code 1 if there is a problem that stops or breaks a run.
+    With --save, what plans are judged by is measured and written instead: cores, memory, the speed
+    of a core, the link between ranks. Ends with exit code 1 if there is a problem that stops or
+    breaks a run.
     """
+    if save is not None:
+        if quick:
+            raise UsageError("--quick leaves out what --save measures. Leave one of them out.")
+        _save(save, as_json)
+        return
     checks: list[Finding] = []
     if as_json:
         checks += examine(Path("runs"), quick)
@@ -25,6 +38,20 @@ def doctor(as_json: bool, quick: bool) -> None:
     else:
         _show(checks, quick)
     raise SystemExit(_code(checks))
+
+
+def _save(path: Path, as_json: bool) -> None:
+    from shoal.cost.cluster import format_cluster, refuse_existing, write_cluster
+    from shoal.cost.this_machine import keep_cluster, measure_cluster
+
+    refuse_existing(path)
+    cluster = measure_cluster()
+    write_cluster(cluster, path)
+    keep_cluster(cluster)
+    if as_json:
+        print_json({"out": str(path), "cluster": cluster}, 0)
+    else:
+        say(format_cluster(cluster) + f"Written to {path}.")
 
 
 def _code(checks: list[Finding]) -> int:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.cost.explain import Explanation
-    from shoal.system.fork_server import WorkerMain, WorkerSpec
+    from shoal.training.run import Run
 
 
 @click.command(epilog=options.plan_help())
@@ -59,27 +59,13 @@ def explain(recipe: str, settings: dict[str, str], **given: Any) -> None:
 
 
 def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> int:
-    from shoal.cluster.local import await_facts
     from shoal.cost.explain import Explanation
     from shoal.cost.text import format_explanation
-    from shoal.system.fork_server import ForkServer
+    from shoal.launch.inspect import inspect_recipe
+    from shoal.training.options import Recipe
 
-    with tempfile.TemporaryDirectory(prefix="shoal-explain-") as name:
-        directory = Path(name)
-
-        def prepare() -> "tuple[dict[str, Any], WorkerMain]":
-            explanation = _in_child(recipe, settings, given)
-            # Through a file: of many ranks it is longer than a message may be.
-            (directory / "explanation").write_bytes(msgspec.msgpack.encode(explanation))
-            return {}, _start_no_rank
-
-        fork_server = ForkServer(prepare, directory / "recipe.log")
-        try:
-            await_facts(fork_server)
-        finally:
-            fork_server.close()
-        content = (directory / "explanation").read_bytes()
-    found = msgspec.msgpack.decode(content, type=Explanation)
+    look = partial(_look, given)
+    found = inspect_recipe(Recipe.named(recipe, settings), look, Explanation, given["plan"])
     if given["svg"] is not None:
         _draw(found, recipe, given["svg"])
     placement = _placement(found, given) if given["nodes"] is not None else None
@@ -115,25 +101,14 @@ def _of_hosts(found: "Explanation", placement: tuple[int, ...]) -> str:
     return f"\n{table(rows, ())}{note}"
 
 
-def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> "Explanation":
+def _look(given: dict[str, Any], run: "Run") -> "Explanation":
     from shoal.cost.explain import explain as explained
-    from shoal.elastic.worker import set_rank_threads
     from shoal.numerics.precision import environment_for
-    from shoal.plans.plan import Plan
-    from shoal.training.recipe import load_recipe
     from shoal.training.run import resolve
 
-    set_rank_threads()
-    if given["plan"] is not None:  # before the recipe computes anything
-        os.environ.update(environment_for(Plan.parse(given["plan"]).precision))
-    run = load_recipe(recipe, settings)
     plan = resolve(run, given["plan"], given["ranks"])
     os.environ.update(environment_for(plan.precision))
     return explained(run, plan)
-
-
-def _start_no_rank(birth: "WorkerSpec") -> int:
-    raise AssertionError("an explanation starts no ranks")
 
 
 def _draw(found: "Explanation", recipe: str, path: Path) -> None:

@@ -24,6 +24,12 @@ _GROUPS = {
     "Understand": {
         "verify": "Prove that a plan trains what one process would.",
         "explain": "Say what a plan does to a model, without starting a rank.",
+        "plan": "Rank all plans for a recipe by the time and memory predicted for them.",
+        "scale": "Train on several numbers of ranks, and say where the time goes.",
+        "simulate": "Say what becomes of a run over hours, with failures and stragglers.",
+        "report": "Write a run, or several side by side, as one page.",
+        "ui": "Show runs in a browser, live.",
+        "top": "Show a run in this terminal, live.",
         "doctor": "Show what this machine offers and what is wrong with it.",
     },
     "The model": {
@@ -55,7 +61,7 @@ _GROUPS = {
 }
 _VERBS = {verb: what for group in _GROUPS.values() for verb, what in group.items()}
 
-_WARM = ("train", "tune", "run", "verify", "explain", "evaluate")
+_WARM = ("train", "tune", "run", "verify", "explain", "plan", "scale", "evaluate")
 
 # Of a disk or a directory: a traceback says no more.
 _OF_THE_MACHINE = {

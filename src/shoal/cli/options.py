@@ -33,6 +33,12 @@ def read_settings(
 
 
 plan = click.option("--plan", metavar="PLAN", help="How the work is spread; keys below.")
+plan_or_auto = click.option(
+    "--plan",
+    metavar="PLAN|auto",
+    help="How the work is spread; keys below. auto: the fastest on this machine of those that "
+    "train the same, by `shoal plan`; a run that is resumed keeps its own.",
+)
 settings = click.option(
     "--set",
     "settings",
@@ -169,4 +175,4 @@ def refuse_unusable_process() -> None:
 def check_plan(text: str | None) -> None:
     """Refuse what is wrong with a plan by itself, before anything is made."""
     if text is not None:
-        Plan.parse(text).refuse_missing()
+        Plan.parse(text)

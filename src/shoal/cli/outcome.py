@@ -7,7 +7,7 @@ import msgspec
 
 from shoal.cli.output import say, tell
 from shoal.errors import UsageError
-from shoal.formatting import plural
+from shoal.formatting import in_seconds, in_units, plural
 from shoal.launch.outcome import advice, how_it_ended
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def _in_words(outcome: "Outcome") -> str:
         *filter(None, [advice(outcome)]),
         f"sent {result.bytes_sent / 1e6:.1f} MB, peak memory "
         f"{(result.peak_memory_bytes or 0) / 1e6:.0f} MB a rank",
+        *_predicted_in_words(result),
     ]
     if seen := result.staleness:
         mean, largest = f"{seen['mean']:.2f}", plural(seen["largest"], "batch", "batches")
@@ -62,6 +63,19 @@ def _in_words(outcome: "Outcome") -> str:
         lines.append(_rounds_in_words(result.rounds))
     lines.append(f"model: {result.model or _why_no_model(outcome)}")
     return "\n".join(lines)
+
+
+def _predicted_in_words(result: "Summary") -> list[str]:
+    """What was predicted beside what was measured, in a line."""
+    found, measured = result.predicted or {}, result.measured
+    told = []
+    for name, words in (("step_s", in_seconds), ("memory_bytes", in_units)):
+        before, after = found.get(name), measured.get(name)
+        if isinstance(before, int | float) and after:
+            what = "a step" if name == "step_s" else "a rank"
+            told.append(f"{words(before)} {what}, was {words(after)} ({after / before - 1:+.0%})")
+    how = f"predicted, from its {found.get('from')}: "
+    return [how + "; ".join(told)] if told else []
 
 
 def _samples(result: "Summary") -> str:

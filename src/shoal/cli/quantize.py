@@ -16,7 +16,8 @@ from shoal.errors import UsageError
     "--to",
     required=True,
     metavar="FORM",
-    help="int8, int4 (weights), dynamic-int8 (weights and activations) or qat-int8 (trained).",
+    help="int8, int4 (weights), dynamic-int8, static-int8 (weights and activations) or qat-int8 "
+    "(trained).",
 )
 @options.plan
 @options.settings

@@ -99,8 +99,10 @@ def submit(
     """
     options.refuse_unusable_process()
     from shoal.launch.submit import SubmitOptions, describe_job, submit_job
+    from shoal.training.options import AUTO
 
-    options.check_plan(given["plan"])
+    if given["plan"] != AUTO:
+        options.check_plan(given["plan"])
     how = SubmitOptions(**{name: given[name] for name in SubmitOptions.__struct_fields__})
     asked = (recipe, words_for_train(context), given["plan"], run_dir, how)
     if dry_run:

@@ -10,6 +10,7 @@ import click
 from shoal.cli import options
 from shoal.cli.outcome import print_outcome
 from shoal.cli.output import leave_at_once
+from shoal.logs import LEVELS
 
 if TYPE_CHECKING:
     from shoal.events.screen import Display
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command(epilog=options.plan_help())
 @click.argument("recipe")
-@options.plan
+@options.plan_or_auto
 @options.settings
 @options.ranks
 @click.option(
@@ -84,11 +85,42 @@ if TYPE_CHECKING:
     help='Which checkpoints stay, as in "last=3 every=1000 best=loss" or "best=accuracy:max". '
     "Default: last=2, or what the run had before --resume.",
 )
+@click.option(
+    "--anyway",
+    is_flag=True,
+    help="Start also if the plan cannot fit in this machine's memory, which is refused otherwise.",
+)
 @options.hosts
-@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard events (an extra).")
+@click.option("--tensorboard", is_flag=True, help="The same as --track tensorboard.")
+@click.option(
+    "--track",
+    metavar="TRACKERS",
+    help="Also send the numbers of each step to trackers, separated by commas: tensorboard, csv, "
+    "wandb[:PROJECT], mlflow[:URI], prometheus:[HOST:]PORT. --resume remembers them.",
+)
+@click.option(
+    "--trace",
+    metavar="STEPS",
+    help="Write what every rank does in these steps, as in 100:110, both included, to "
+    "trace/trace.json of the run directory, which Perfetto opens.",
+)
+@click.option("--quiet", is_flag=True, help="Show problems and how the run ended, nothing else.")
+@click.option(
+    "--log-level",
+    type=click.Choice([*LEVELS]),
+    default="info",
+    show_default=True,
+    help="What the logs of ranks hold, and the least that is shown: warning is --quiet, debug adds "
+    "the seconds of each step to the logs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
 def train(
-    recipe: str, settings: dict[str, str], run_dir: Path | None, as_json: bool, **given: Any
+    recipe: str,
+    settings: dict[str, str],
+    run_dir: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **given: Any,
 ) -> None:
     """Train RECIPE, given as file.py:function or module:function.
 
@@ -96,6 +128,7 @@ def train(
     shoal train recipes/charlm.py:small
     shoal train recipes/charlm.py:small --plan data=2 --set layers=6 --set steps=50
     shoal train recipes/charlm.py:small --resume --plan "data=2 zero=1"
+    shoal train recipes/charlm.py:small --plan auto
 
     The run goes on when a rank is killed: a warm spare takes its seat. Checkpoints are made every
     save_every steps (a field of the Run), at the end, and when the run is stopped. Ctrl-C once
@@ -110,8 +143,8 @@ def train(
     from shoal.training.options import Recipe
     from shoal.world import launched_world
 
-    display = Display()
     asked = launch.Options(**given)
+    display = Display(max(LEVELS[asked.log_level], LEVELS["warning"] if quiet else 0))
     if (world := launched_world()) is not None and not asked.spans_hosts:
         from shoal.launch.rank import train_as_rank
 

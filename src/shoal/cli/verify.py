@@ -14,11 +14,14 @@ from shoal.errors import UsageError
 from shoal.events.events import (
     BusyEvent,
     Event,
+    HangEvent,
     StandstillEvent,
     StoppingEvent,
     WaitingEvent,
     WarningEvent,
 )
+
+_SHOWN = (BusyEvent, HangEvent, WaitingEvent, StandstillEvent, StoppingEvent, WarningEvent)
 
 
 @click.command(epilog=options.plan_help())
@@ -75,9 +78,7 @@ def _verify(recipe: str, settings: dict[str, str], given: dict[str, Any], run_di
     display = Display()
 
     def watch(event: Event) -> None:
-        if isinstance(
-            event, BusyEvent | WaitingEvent | StandstillEvent | StoppingEvent | WarningEvent
-        ):
+        if isinstance(event, _SHOWN):
             display(event)
 
     verdict = verification.verify(load, given["plan"], run_dir.path, watch)

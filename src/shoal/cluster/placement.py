@@ -8,6 +8,7 @@ Read next: `hosts.py`, which asks for it, and `elastic/membership.py`, which kee
 """
 
 from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 from shoal.errors import PlanError
 from shoal.formatting import plural
@@ -63,9 +64,13 @@ def _place_ranks(plan: Plan, slots: Mapping[int, int]) -> list[int]:
 def _spread(num_units: int, room: Mapping[int, int]) -> dict[int, int]:
     """How many units each host gets: the next one always goes where the fewest are."""
     counts = dict.fromkeys(room, 0)
+    free = [(0, host) for host in room if room[host]]
+    heapify(free)
     for _ in range(num_units):
-        free = [host for host in counts if counts[host] < room[host]]
-        counts[min(free, key=lambda host: (counts[host], host))] += 1
+        count, host = heappop(free)
+        counts[host] = count + 1
+        if counts[host] < room[host]:
+            heappush(free, (counts[host], host))
     return counts
 
 

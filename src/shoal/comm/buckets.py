@@ -12,6 +12,7 @@ Not for one process: there is nothing to send. Cost: one copy of the gradients, 
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Generic, Protocol, TypeVar
 
@@ -21,16 +22,13 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.buffer_pool import BufferPool
 from shoal.comm.collectives import drain_deadline
+from shoal.comm.flight_recorder import RECORDER
 from shoal.comm.tree import PieceSum, Values
 from shoal.errors import RecipeError
+from shoal.events.tracing import TRACER
 
 BUCKET_BYTES = 4 << 20
 WINDOW_BYTES = 8 << 20  # sent and not yet added up: what arrives is as large as what was sent
-
-
-def assign_parameters(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Assign parameters to buckets; a bucket has one dtype and device."""
-    return assign_buckets([(p.nbytes, (p.dtype, p.device)) for p in parameters], BUCKET_BYTES)
 
 
 def assign_buckets(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> list[list[int]]:
@@ -45,6 +43,18 @@ def assign_buckets(sizes: Sequence[tuple[int, object]], bucket_bytes: int) -> li
         buckets[-1].append(index)
         filled += num_bytes
     return buckets
+
+
+def assign_apart(
+    sizes: Sequence[tuple[int, object]], lanes: Sequence[bool], bucket_bytes: int
+) -> list[list[int]]:
+    """Assign parameters of each lane to buckets of their own, in the order in which they fill."""
+    found: list[list[int]] = []
+    for lane in (False, True):
+        own = [i for i, of in enumerate(lanes) if of == lane]
+        assigned = assign_buckets([sizes[i] for i in own], bucket_bytes)
+        found += [[own[place] for place in bucket] for bucket in assigned]
+    return sorted(found, key=lambda bucket: -bucket[-1])
 
 
 class GradientBucket:
@@ -208,7 +218,9 @@ class GradientBuckets(Generic[Sent]):
             self._fold_oldest()
 
     def _fold_oldest(self) -> None:
+        RECORDER.what = _name_of(self._num_folded, len(self.buckets))
         self.sent[self._num_folded].fold()
+        RECORDER.what = ""
         if not self._kept:
             self.buckets[self._num_folded].close()
         self._in_flight -= self._sizes[self._num_folded]
@@ -273,9 +285,18 @@ class GradientBuckets(Generic[Sent]):
         size = sum(row.nbytes for row in bucket.rows)
         while self._num_folded < len(self.sent) and self._in_flight + size > WINDOW_BYTES:
             self._fold_oldest()
-        self.sent.append(self._start(bucket))
+        RECORDER.what = _name_of(len(self.sent), len(self.buckets))
+        with TRACER.span(RECORDER.what, "bucket", size):
+            self.sent.append(self._start(bucket))
+        RECORDER.what = ""
         self._sizes.append(size)
         self._in_flight += size
+
+
+@cache
+def _name_of(number: int, count: int) -> str:
+    """In the records of collectives."""
+    return f"bucket {number} of {count}"
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:

@@ -2,11 +2,13 @@
 
 A thin layer over torch.distributed with two duties: an error of the transport becomes
 `GroupLost`, so that the trainer can tell a broken group from a broken recipe, and the bytes that
-leave this rank are counted. A group of one communicates nothing.
+leave this rank are counted. Each collective is on record while it lasts (`flight_recorder.py`). A
+group of one communicates nothing.
 
 Every method must be called by all ranks of the group, in the same order.
 """
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,6 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shoal.comm.flight_recorder import RECORDER, CollectiveRecord
+from shoal.comm.shared_group import SharedGroup, new_shared_group
+from shoal.comm.shared_rounds import MOST_CONTENT
 from shoal.errors import FailedElsewhere, GroupLost
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -62,18 +67,23 @@ class Pending:
         works: Sequence[dist.Work] = (),
         then: Sequence[Callable[[], object]] = (),
         is_lost: Callable[[], bool] | None = None,
+        records: Sequence[CollectiveRecord] = (),
     ):
         """`is_lost`: whether they will never finish; None if waiting does not block."""
         self._works, self._then, self._is_lost = works, then, is_lost
+        self._records = records
 
     def __add__(self, other: "Pending") -> "Pending":
         works, then = [*self._works, *other._works], [*self._then, *other._then]
-        return Pending(works, then, self._is_lost or other._is_lost)
+        records = [*self._records, *other._records]
+        return Pending(works, then, self._is_lost or other._is_lost, records)
 
     def wait(self) -> None:
         with as_group_lost("waiting for a collective"):
             for work in self._works:
                 self._await(work)
+        for record in self._records:
+            record.end()
         for finish in self._then:
             finish()
 
@@ -124,6 +134,19 @@ class Group:
         self.rank = dist.get_rank(group) if group else 0
         self.num_ranks = dist.get_world_size(group) if group else 1
         self._sent = ByteCounter() if sent is None else sent
+        self.name = group.group_name[:8] if group else ""  # of a hash, where it is one
+        self._ranks = tuple(dist.get_process_group_ranks(group)) if group else ()
+
+    def begin(self, op: str, num_bytes: int, what: str = "") -> CollectiveRecord:
+        """Put a collective of this group on record, which all its ranks begin in the same order."""
+        return RECORDER.begin(op, self.name, self._ranks, num_bytes, what)
+
+    def begin_message(self, peer: int, num_bytes: int, sends: bool) -> CollectiveRecord:
+        """Put a message between two ranks of this group on record: the two number theirs alike."""
+        source, target = (self.rank, peer) if sends else (peer, self.rank)
+        pair = self._ranks[source], self._ranks[target]
+        op = f"send to rank {pair[1]}" if sends else f"receive from rank {pair[0]}"
+        return RECORDER.begin(op, f"{self.name}:{pair[0]}>{pair[1]}", pair, num_bytes)
 
     @property
     def bytes_sent(self) -> int:
@@ -133,6 +156,11 @@ class Group:
     def bytes_sent(self, value: int) -> None:
         self._sent.num_bytes = value
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether its ranks are of one host, and exchange what they do in memory."""
+        return isinstance(self.handle, SharedGroup)
+
     def subgroup(self, ranks: Sequence[int]) -> "Group":
         """A group of some of these ranks; of this one alone if it is not among them.
 
@@ -141,33 +169,35 @@ class Group:
         """
         ranks_of_world = dist.get_process_group_ranks(self.handle)
         ranks = ranks if self.rank in ranks else [self.rank]
+        own = [ranks_of_world[rank] for rank in ranks]
         with as_group_lost(f"forming the group of ranks {ranks}"):
-            return Group(
-                dist.new_group(
-                    [ranks_of_world[rank] for rank in ranks],
-                    timeout=COLLECTIVE_TIMEOUT,
-                    use_local_synchronization=True,
-                ),
-                is_lost=self.is_lost,
-                sent=self._sent,
-            )
+            handle: dist.ProcessGroup | None = None
+            if self._device == "cpu" and len(own) > 1:
+                handle = new_shared_group(own, COLLECTIVE_TIMEOUT, self.is_lost)
+            if handle is None:
+                handle = dist.new_group(
+                    own, timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+                )
+            return Group(handle, is_lost=self.is_lost, sent=self._sent)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Sum in place, in whatever order is fastest."""
         if self.num_ranks == 1:
             return Pending()
         self.bytes_sent += bytes_of_all_reduce(tensor.nbytes, self.num_ranks)
+        record = self.begin("all-reduce", tensor.nbytes)
         with as_group_lost("starting an all-reduce"):
-            if fits_direct_exchange(tensor.nbytes, self.num_ranks):
-                return self._all_reduce_at_once(tensor)
-            return self._pending(dist.all_reduce(tensor, group=self.handle, async_op=True))
+            if not self.shares_memory and fits_direct_exchange(tensor.nbytes, self.num_ranks):
+                return self._all_reduce_at_once(tensor, record)
+            work = dist.all_reduce(tensor, group=self.handle, async_op=True)
+            return self._pending(work, record=record)
 
-    def _all_reduce_at_once(self, tensor: Tensor) -> Pending:
+    def _all_reduce_at_once(self, tensor: Tensor, record: CollectiveRecord) -> Pending:
         sent = tensor.reshape(1, -1).repeat(self.num_ranks, 1)
         rows = torch.empty_like(sent)
         work = dist.all_to_all_single(rows, sent, group=self.handle, async_op=True)
         then = Pending(then=[lambda: tensor.copy_(rows.sum(0).view(tensor.shape))])
-        return self._pending(work) + then
+        return self._pending(work, record=record) + then
 
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_lengths: list[int], lengths: list[int]
@@ -177,11 +207,12 @@ class Group:
             out.copy_(tensor)
             return Pending()
         self.bytes_sent += (sum(lengths) - lengths[self.rank]) * tensor.element_size()
+        record = self.begin("all-to-all", tensor.nbytes)
         with as_group_lost("starting an all-to-all"):
             work = dist.all_to_all_single(
                 out, tensor, out_lengths, lengths, group=self.handle, async_op=True
             )
-            return self._pending(work)
+            return self._pending(work, record=record)
 
     def all_gather_shards(self, shards: Sequence[Tensor]) -> Pending:
         """Each rank holds the shard of its own number; afterwards all hold all of them.
@@ -191,9 +222,10 @@ class Group:
         if self.num_ranks == 1:
             return Pending()
         self.bytes_sent += shards[self.rank].nbytes * (self.num_ranks - 1)
+        record = self.begin("all-gather", sum(shard.nbytes for shard in shards))
         with as_group_lost("starting to gather shards"):
             works = [self._broadcast(t, r) for r, t in enumerate(shards) if t.numel()]
-            return self._pending(*works)
+            return self._pending(*works, record=record)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy the source's tensor to all; returns when it has arrived."""
@@ -201,31 +233,57 @@ class Group:
             return
         if self.rank == source:
             self.bytes_sent += tensor.nbytes * (self.num_ranks - 1)
+        record = self.begin("broadcast", tensor.nbytes, f"from rank {source}")
         with as_group_lost(f"copying from rank {source}"):
             there = tensor.to(self._device)  # the tensor itself, unless the transport wants a GPU
-            self._pending(self._broadcast(there, source)).wait()
+            self._pending(self._broadcast(there, source), record=record).wait()
             if there is not tensor:
                 tensor.copy_(there)
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Hand a tensor to one rank, which must call `receive`."""
         self.bytes_sent += tensor.nbytes
+        record = self.begin_message(to, tensor.nbytes, sends=True)
         with as_group_lost(f"sending to rank {to}"):
             dist.send(tensor.to(self._device), group_dst=to, group=self.handle)
+        record.end()
 
     def receive(self, tensor: Tensor, source: int) -> None:
+        record = self.begin_message(source, tensor.nbytes, sends=False)
         with as_group_lost(f"receiving from rank {source}"):
             there = tensor.to(self._device)
             dist.recv(there, group_src=source, group=self.handle)
             if there is not tensor:
                 tensor.copy_(there)
+        record.end()
 
     def all_gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of all ranks, by rank."""
+        if self.shares_memory and 8 * len(numbers) <= MOST_CONTENT:
+            table_bytes = 8 * self.num_ranks * len(numbers)
+            self.bytes_sent += bytes_of_all_reduce(table_bytes, self.num_ranks)
+            return self._numbers_in_memory(numbers)
         table = torch.zeros(self.num_ranks, len(numbers), dtype=torch.float64)
         table[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         rows: list[list[float]] = self.merge(table).tolist()
         return rows
+
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Over all ranks. Exact if each number has one contributor, or is a count."""
+        if self.shares_memory and 8 * len(numbers) <= MOST_CONTENT:
+            self.bytes_sent += bytes_of_all_reduce(8 * len(numbers), self.num_ranks)
+            return [*map(sum, zip(*self._numbers_in_memory(numbers), strict=True))]
+        found: list[float] = self.merge(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return found
+
+    def _numbers_in_memory(self, numbers: Sequence[float]) -> list[list[float]]:
+        assert isinstance(self.handle, SharedGroup)
+        packed = struct.Struct(f"={len(numbers)}d")
+        record = self.begin("all-gather", packed.size, "numbers")
+        with as_group_lost("gathering numbers"):
+            rows = self.handle.gather_bytes(packed.pack(*numbers))
+        record.end()
+        return [[*packed.unpack(row)] for row in rows]
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:
@@ -248,8 +306,9 @@ class Group:
         self.all_reduce(table).wait()
         return table
 
-    def _pending(self, *works: dist.Work) -> Pending:
-        return Pending(works, is_lost=self.is_lost if self._device == "cpu" else None)
+    def _pending(self, *works: dist.Work, record: CollectiveRecord) -> Pending:
+        is_lost = self.is_lost if self._device == "cpu" else None
+        return Pending(works, is_lost=is_lost, records=(record,))
 
     def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         work: dist.Work = dist.broadcast(tensor, group_src=source, group=self.handle, async_op=True)

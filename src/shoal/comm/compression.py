@@ -1,22 +1,27 @@
-"""Compressed all-reduce: the mean over ranks of encoded vectors, with error feedback.
+"""Compressed reduce-scatter and all-reduce: sums over ranks of encoded vectors.
 
 Every rank encodes its vector and sends each rank a share of it, cut between blocks; the owner of a
-share decodes what has arrived, takes the mean in the tree's order, encodes it, and sends it to all.
-So all ranks decode the same bytes and hold the same bits, however many owners there are. What the
-encoding drops is returned as a residual, to be added the next time: by each rank for its own
-vector, by the owner for the mean.
+share decodes what has arrived and adds it up in the tree's order (`CompressedScatter`). For an
+all-reduce it encodes the sum and sends it to all (`CompressedSum`), so all ranks decode the same
+bytes and hold the same bits, however many owners there are. What the encoding drops is returned as
+a residual, to be added the next time: by each rank for its own vector, by the owner for the sum.
 
-Cost: 2 (n - 1) / n times the packed bytes per rank, as a ring all-reduce. Not for exact sums:
-`reduce.py`. Read next: `numerics/codecs.py`, the codecs.
+Cost: (n - 1) / n times the packed bytes per rank, twice that for an all-reduce, as a ring has. Not
+for exact sums: `reduce.py`. Read next: `numerics/codecs.py`, the codecs, and
+`sync/gradient_packing.py`, which keeps the residuals of gradients.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shoal.comm.collectives import Group, Pending
+from shoal.comm.reduce import Reduction, TreeReduce
 from shoal.comm.tree import Block, fold
+from shoal.numerics.powersgd import orthonormal
 
 
 class Codec(Protocol):
@@ -57,45 +62,197 @@ def share_bounds(num_elements: int, block: int, num_ranks: int) -> list[int]:
     return [min(num_elements, num_blocks * r // num_ranks * block) for r in range(num_ranks + 1)]
 
 
-class CompressedMean:
-    """A pending mean, by a codec whose blocks are separable: each rank decodes a share.
+class CompressedScatter:
+    """A pending sum of shares, by a codec whose blocks are separable: each rank decodes its own.
 
-    All ranks create it, then call `fold`, then `finish`, in the same order.
-
-    `last_residual` is that of the last mean, of this rank's share. `residual` is that of `flat`,
-    and `mean_residual`, after `fold`, that of this mean.
+    `cuts` are where the shares begin, and the end, between blocks. All ranks create it, then call
+    `fold`, in the same order. `flat` is consumed: if it `keeps` one, `residual` is what was dropped
+    of it.
     """
 
-    def __init__(self, group: Group, codec: Codec, flat: Tensor, last_residual: Tensor):
+    def __init__(
+        self, group: Group, codec: Codec, flat: Tensor, cuts: Sequence[int], keeps: bool = True
+    ):
         assert codec.is_separable, f"shares of what {codec.name} encodes cannot be decoded"
-        self._group, self._codec, self._last_residual = group, codec, last_residual
-        self._num_elements = flat.numel()
-        marks = map(codec.num_bytes, share_bounds(flat.numel(), codec.block, group.num_ranks))
-        lengths = [stop - start for start, stop in pairwise(marks)]
-        own, num_ranks = lengths[group.rank], group.num_ranks
-        self._encoded, self.residual = encode_with_residual(codec, flat)
-        self._arrived = self._encoded.new_empty(num_ranks * own)
-        self._result = self._encoded.new_empty(sum(lengths))
-        self._shares = self._result.split(lengths)
-        self._pending = group.all_to_all(self._arrived, self._encoded, [own] * num_ranks, lengths)
+        self._group, self._codec = group, codec
+        self._length = cuts[group.rank + 1] - cuts[group.rank]
+        self.lengths = [codec.num_bytes(b) - codec.num_bytes(a) for a, b in pairwise(cuts)]
+        self._own, num_ranks = self.lengths[group.rank], group.num_ranks
+        self.encoded = codec.encode(flat)
+        self._arrived = self.encoded.new_empty(num_ranks * self._own)
+        self._pending = group.all_to_all(
+            self._arrived, self.encoded, [self._own] * num_ranks, self.lengths
+        )
+        # While it travels.
+        self.residual = flat.sub_(codec.decode(self.encoded, flat.numel())) if keeps else None
 
-    def fold(self) -> None:
-        """Take the mean of the own share and send it to all ranks."""
+    def fold(self) -> Tensor:
+        """The sum of the own share."""
         self._pending.wait()
         self._pending = Pending()
-        own, length = self._shares[self._group.rank], self._last_residual.numel()
         parts: dict[Block, Tensor] = {}
         for rank in range(self._group.num_ranks):
-            encoded = self._arrived[rank * own.numel() : (rank + 1) * own.numel()]
-            parts[Block(rank, 1)] = self._codec.decode(encoded, length)
-        mean = fold(parts, len(parts), Tensor.add_).div_(len(parts)) + self._last_residual
-        encoded, self.mean_residual = encode_with_residual(self._codec, mean)
-        own.copy_(encoded)
+            encoded = self._arrived[rank * self._own : (rank + 1) * self._own]
+            parts[Block(rank, 1)] = self._codec.decode(encoded, self._length)
+        return fold(parts, len(parts), Tensor.add_)
+
+    def drain(self, deadline: float) -> None:
+        self._pending.drain(deadline)
+
+
+class CompressedGather:
+    """A pending gather of shards of which each rank has changed its own.
+
+    Every rank encodes by how much its shard in `own` differs from that in `flat`, which all hold
+    alike, and all add what they decode: also the owner, whose own values stay ahead of it by what
+    was dropped. So nothing else must be kept for the next time. Every rank must call it.
+    """
+
+    def __init__(self, group: Group, codec: Codec, flat: Tensor, cuts: Sequence[int], own: Tensor):
+        self._codec, self._parts = codec, [flat[a:b] for a, b in pairwise(cuts)]
+        lengths = [codec.num_bytes(b) - codec.num_bytes(a) for a, b in pairwise(cuts)]
+        changes = codec.encode(own - self._parts[group.rank])
+        self._encoded = changes.new_empty(sum(lengths)).split(lengths)
+        self._encoded[group.rank].copy_(changes)
+        self._pending = group.all_gather_shards(self._encoded)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for part, encoded in zip(self._parts, self._encoded, strict=True):
+            part.add_(self._codec.decode(encoded, part.numel()))
+
+
+class CompressedSum:
+    """A pending sum for all ranks. All create it, then call `fold`, then `finish`, in this order.
+
+    `last_residual` is that of the last sum, of this rank's share; None to keep none. `residual` is
+    that of `flat`, which is consumed, and `sum_residual`, after `fold`, that of this sum. Elements
+    in `padding` are zero, and no sum of rounding errors. With `divide_by` it is a mean.
+    """
+
+    sum_residual: Tensor | None = None
+
+    def __init__(
+        self,
+        group: Group,
+        codec: Codec,
+        flat: Tensor,
+        last_residual: Tensor | None,
+        cuts: Sequence[int],
+        padding: Sequence[range] = (),
+        divide_by: int = 1,
+    ):
+        self._group, self._codec, self._last_residual = group, codec, last_residual
+        self._num_elements, self._divide_by = flat.numel(), divide_by
+        own = range(cuts[group.rank], cuts[group.rank + 1])
+        self._padding = [_within(own, pad) for pad in padding]
+        self._scatter = CompressedScatter(group, codec, flat, cuts, last_residual is not None)
+        self.residual = self._scatter.residual
+        if self.residual is not None:
+            zero_ranges(self.residual, padding)
+        self._result = self._scatter.encoded.new_empty(sum(self._scatter.lengths))
+        self._shares = self._result.split(self._scatter.lengths)
+        self._pending = Pending()
+
+    def fold(self) -> None:
+        """Sum the own share and send it to all ranks."""
+        sum_ = self._scatter.fold()
+        if self._divide_by > 1:
+            sum_ = sum_.div_(self._divide_by)
+        if self._last_residual is not None:
+            sum_ = sum_ + self._last_residual
+        zero_ranges(sum_, self._padding)
+        encoded = self._codec.encode(sum_)
+        self._shares[self._group.rank].copy_(encoded)
         self._pending = self._group.all_gather_shards(self._shares)
+        if self._last_residual is not None:
+            self.sum_residual = sum_.sub_(self._codec.decode(encoded, sum_.numel()))
+            zero_ranges(self.sum_residual, self._padding)
 
     def finish(self) -> Tensor:
         self._pending.wait()
         return self._codec.decode(self._result, self._num_elements)
 
     def drain(self, deadline: float) -> None:
+        self._scatter.drain(deadline)
         self._pending.drain(deadline)
+
+
+class LowRankSum:
+    """A pending sum of matrices as products of two thin ones (`numerics/powersgd.py`).
+
+    `flat` holds the matrices from `starts` on, of these `shapes`; `factors` is where each begins.
+    All ranks create it, then call `fold`, then `finish`, in the same order. Then `residual` is what
+    this rank's matrices, of which `flat` is consumed, lack of its share of the sum, and `factors`
+    are those to begin with the next time, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        tree: TreeReduce,
+        flat: Tensor,
+        starts: Sequence[int],
+        shapes: Sequence[tuple[int, int]],
+        factors: Sequence[Tensor],
+    ):
+        self._tree, self._flat, self.residual = tree, flat, flat
+        self._matrices = [
+            flat[start : start + rows * columns].view(rows, columns)
+            for start, (rows, columns) in zip(starts, shapes, strict=False)
+        ]
+        self.factors = list(factors)
+        self._pending = self._start([m @ q for m, q in zip(self._matrices, factors, strict=True)])
+
+    def fold(self) -> None:
+        """Agree on the columns, and send the rows."""
+        self._pending.fold()
+        self._columns = [orthonormal(part) for part in self._finish()]
+        pairs = zip(self._matrices, self._columns, strict=True)
+        self._pending = self._start([m.T @ p for m, p in pairs])
+
+    def finish(self) -> Tensor:
+        self._pending.fold()
+        self.factors = self._finish()
+        sum_, num_ranks = torch.zeros_like(self._flat), len(self._tree.blocks)
+        for matrix, p, q in zip(self._matrices, self._columns, self.factors, strict=True):
+            made = p @ q.T
+            at = matrix.storage_offset() - self._flat.storage_offset()
+            sum_[at : at + matrix.numel()] = made.view(-1)
+        self._flat.sub_(sum_ / num_ranks)
+        return sum_
+
+    def drain(self, deadline: float) -> None:
+        self._pending.drain(deadline)
+
+    def _start(self, parts: Sequence[Tensor]) -> Reduction:
+        self._shapes = [part.shape for part in parts]
+        return self._tree.start([torch.cat([part.reshape(-1) for part in parts])])
+
+    def _finish(self) -> list[Tensor]:
+        parts = self._pending.finish().split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class LowRankScatter:
+    """The same, of which each rank wants its share alone."""
+
+    def __init__(self, sum_: LowRankSum, share: range):
+        self._sum, self._share = sum_, share
+
+    def fold(self) -> Tensor:
+        self._sum.fold()
+        return self._sum.finish()[self._share.start : self._share.stop]
+
+    def drain(self, deadline: float) -> None:
+        self._sum.drain(deadline)
+
+
+def zero_ranges(flat: Tensor, ranges: Sequence[range]) -> None:
+    for part in ranges:
+        flat[part.start : part.stop].zero_()
+
+
+def _within(own: range, part: range) -> range:
+    """What of a range lies in another, counted from that one's start."""
+    first, last = max(own.start, part.start), min(own.stop, part.stop)
+    return range(first - own.start, max(first, last) - own.start)

@@ -85,9 +85,10 @@ class Mesh(NamedTuple):
                 f"pipeline={axes.pipeline}. Ranks are data x tensor x pipeline."
             )
         shape = (axes.pipeline, num_data, axes.tensor)
-        if num_data < world.num_ranks:
-            # The group that ranks met in was formed under a short deadline, which Gloo keeps for
-            # messages between two ranks; and a stage may take its time.
+        if world.num_ranks > 1:
+            # Through memory, if they are of one host. And the group that ranks met in was formed
+            # under a short deadline, which Gloo keeps for messages between two ranks; a stage may
+            # take its time.
             world = world.subgroup(range(world.num_ranks))
         pipeline, data, tensor = (_group_along(world, shape, axis) for axis in range(3))
         return cls(world, data, tensor, pipeline, device)

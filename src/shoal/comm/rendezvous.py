@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shoal.comm.collectives import COLLECTIVE_TIMEOUT
+from shoal.comm.flight_recorder import RECORDER
 from shoal.errors import FormError, GroupLost
 from shoal.logs import warn_once
 from shoal.system.memory import disable_flight_recorder
@@ -136,6 +137,7 @@ def abandon_group() -> None:
     Destroying it would wait: Gloo joins its threads, and one of them may be in an operation that no
     peer will finish. So the group is kept while it is in use, and then destroyed by a thread.
     """
+    RECORDER.forget()
     if dist.is_initialized():
         assert dist.group.WORLD is not None
         _ABANDONED.append(dist.group.WORLD)

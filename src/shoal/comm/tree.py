@@ -114,6 +114,17 @@ class PieceSum:
             self.levels.append(values)
 
 
+class RunningSum(PieceSum):
+    """Adds up one rank's pieces one after another, for sums that are rounded before they are sent:
+    they are of one rank, and have no order in common with other numbers of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(range(0))
+
+    def push(self, values: Values) -> None:
+        self.levels = [add_values(self.levels[0], values) if self.levels else values]
+
+
 def total(rows: Sequence[Values], blocks: Sequence[Block], num_pieces: int) -> Values:
     """The sum over all pieces, when one process holds every block."""
     return fold(dict(zip(blocks, rows, strict=True)), num_pieces, add_values)

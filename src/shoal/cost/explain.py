@@ -11,33 +11,29 @@ bytes and messages, `traffic.py` and `tensor.py` for a model that is cut, `sync/
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor, nn
 
 from shoal.cost.first_step import messages_of_phases, run_first_step
 from shoal.cost.lookups import count_lookups
+from shoal.cost.model_facts import optimizer_state_of
 from shoal.cost.tensor import TensorCuts, TensorTraffic, count_tensor_traffic, cuts_of
 from shoal.cost.traffic import holders_of, mesh_messages
-from shoal.errors import RecipeError
 from shoal.formatting import plural
 from shoal.numerics.buffers import PieceBuffers
-from shoal.numerics.optimizers import ParameterPart, is_element_wise, put_parts, stepper
+from shoal.numerics.optimizers import is_element_wise
 from shoal.parallel import fsdp
 from shoal.parallel.pipeline.stages import StagePlan, rank_of_stage
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
 from shoal.sync.choose import strategy_class
 from shoal.sync.costs import MemoryUse, Message, StepCosts
-from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
+from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout
 from shoal.sync.server.costs import aggregator_costs, server_costs
 from shoal.training.build import BuiltModel, build_model
 from shoal.training.run import Run, make_batches
-
-_TINY = (2, 3, 5, 7, 11, 13)  # sizes of a stand-in; all differ, so that state shows its dims
 
 
 class StageRow(msgspec.Struct, frozen=True):
@@ -149,7 +145,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
             for name, (count, size) in sizes.items()
             if len(holders := holders_of(name, facts)) > 1
         ],
-        bubble=_bubble(plan, found) if found else None,
+        bubble=bubble_of(plan, _splits(found)) if found else None,
         cuts=cuts_of(tensor, facts, moves, total) if tensor else None,
         ranks=[_rank_row(layout, moves) for layout in facts.ranks],
         servers=[_server_row(n, server_costs(facts, n)) for n in range(plan.num_servers)],
@@ -195,7 +191,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
         parameters=parameters,
         units=[_units(prepared, plan, r) for r in range(plan.pipeline) if plan.zero == 3],
         is_element_wise=is_element_wise(optimizer, tables),
-        state=_state(optimizer, model, tables),
+        state=optimizer_state_of(optimizer, model, tables),
         buffers={name: buffer.nbytes for name, buffer in places},
         changed={name: value.numel() for name, value in changed.items() if value is not None},
         averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
@@ -223,48 +219,6 @@ def _units(prepared: BuiltModel, plan: Plan, rank: int) -> list[list[str]]:
         units.append([name for name in own if name in owned and name not in taken])
         taken.update(units[-1])
     return units
-
-
-def _state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, tables: Collection[Tensor]
-) -> dict[str, list[StateTensor]]:
-    """The optimizer's state of each parameter, found by one step on stand-ins of a few elements."""
-    names = {p: name for name, p in model.named_parameters()}
-    stand_ins: dict[str, nn.Parameter] = {}
-
-    def stand_in(p: nn.Parameter) -> list[ParameterPart]:
-        sizes = [*_TINY, *[1] * p.dim()][: p.dim()]
-        tiny = stand_ins[names[p]] = nn.Parameter(torch.ones(sizes, dtype=p.dtype))
-        dense = torch.ones_like(tiny)
-        tiny.grad = dense.to_sparse(1) if p in tables else dense
-        return [ParameterPart(tiny, lambda _: torch.zeros_like(tiny))]
-
-    put_parts(optimizer, stand_in)
-    try:
-        stepper(optimizer)()
-    except RecipeError:
-        raise
-    except Exception as error:
-        raise RecipeError(
-            f"{type(optimizer).__name__} cannot step on parameters of a few elements, which shows "
-            f"what it keeps of each: {error}. An optimizer must take tensors of any size."
-        ) from error
-    kept = {
-        name: [_kept(value, tiny) for value in optimizer.state.get(tiny, {}).values()]
-        for name, tiny in stand_ins.items()
-    }
-    return {name: [one for one in parts if one is not None] for name, parts in kept.items()}
-
-
-def _kept(value: Any, tiny: nn.Parameter) -> StateTensor | None:
-    if not isinstance(value, Tensor):
-        return None
-    if value.shape == tiny.shape and value.dim():
-        return StateTensor(None, value.element_size())
-    sizes = list(tiny.shape)
-    return StateTensor(
-        tuple(sizes.index(n) for n in value.shape if n in sizes), value.element_size()
-    )
 
 
 # ---- rows
@@ -322,13 +276,16 @@ def _stage_rows(
     ]
 
 
-def _bubble(plan: Plan, found: StagePlan) -> Bubble:
+def _splits(found: StagePlan) -> bool:
+    return all(stage.splits_backward for stage in found.stages)
+
+
+def bubble_of(plan: Plan, splits_backward: bool) -> Bubble:
     """From the orders of PyTorch's schedules, if all stages take the same time."""
     p, m, v = plan.pipeline, plan.num_microbatches, plan.num_stages
     if plan.schedule in ("gpipe", "1f1b"):
         return Bubble((p - 1) / (m + p - 1), "(p-1)/(m+p-1)")
-    split = all(stage.splits_backward for stage in found.stages)
-    if plan.schedule == "interleaved" or not split:
+    if plan.schedule == "interleaved" or not splits_backward:
         return Bubble((p - 1) / (v * m + p - 1), "(p-1)/(vm+p-1)")
     # With a split backward pass a rank idles for p-1 of 3vm+p-1 parts; in a V with few
     # microbatches for more.

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
+from shoal.comm.collectives import bytes_of_all_reduce
 from shoal.data.batches import Piece
 from shoal.errors import RecipeError
 from shoal.numerics.optimizers import names_in
@@ -52,13 +53,13 @@ def run_first_step(run: Run, model: nn.Module, piece: Piece) -> list[str]:
 def messages_of_phases(sent: Sequence[Message], num_phases: int, num_ranks: int) -> list[Message]:
     """Those of a step that is made in phases, from those of one exchange. Pure.
 
-    What comes next is agreed on before each phase and at the end, in memory if ranks are of one
-    host (`training/step_attempt.py`).
+    What comes next is agreed on before each phase and at the end (`training/step_attempt.py`).
     """
     found = [
         msgspec.structs.replace(m, count=num_phases * m.count, num_bytes=num_phases * m.num_bytes)
         for m in sent
     ]
-    times, others = num_phases + 1 if num_ranks > 1 else 0, num_ranks - 1
-    told = Message("what comes next", "data", "in memory", times, times * others * DOUBLE)
+    times = num_phases + 1 if num_ranks > 1 else 0
+    num_bytes = times * bytes_of_all_reduce(num_ranks * DOUBLE, num_ranks)
+    told = Message("what comes next", "data", "gather", times, num_bytes)
     return [*found, told]

@@ -65,15 +65,15 @@ class _Picture:
             "</defs>"
         )
         yield f'<rect {size} rx="10" fill="{PAPER}"/>'
-        yield _text(MARGIN, 30, self.recipe, size=15, bold=True)
-        yield _text(MARGIN, 49, self.plan)
+        yield svg_text(MARGIN, 30, self.recipe, size=15, bold=True)
+        yield svg_text(MARGIN, 49, self.plan)
         yield from self._legend()
         for rank in self.found.ranks:
             if rank.pipeline < self.rows and self._column(rank) < self.columns:
                 yield from self._box(rank)
         yield from self._arrows()
         for i, line in enumerate(self.foot):
-            yield _text(MARGIN, self.foot_y + LINE * i, line, fill=FAINT)
+            yield svg_text(MARGIN, self.foot_y + LINE * i, line, fill=FAINT)
         yield "</svg>\n"
 
     def _legend(self) -> Iterator[str]:
@@ -81,14 +81,14 @@ class _Picture:
         for name, colour in BARS.items():
             yield f'<rect x="{x}" y="61" width="11" height="11" rx="2" fill="{colour}"/>'
             words = "optimizer state" if name == "optimizer" else name
-            yield _text(x + 16, 71, words, fill=FAINT)
+            yield svg_text(x + 16, 71, words, fill=FAINT)
             x += 32 + int(6.3 * len(words))
-        yield _text(x, 71, "of what one process would hold", fill=FAINT)
+        yield svg_text(x, 71, "of what one process would hold", fill=FAINT)
         for column in range(self.columns):
             data, tensor = divmod(column, self.found.axes["tensor"])
             named = [f"data {data}"] if self.found.axes["data"] > 1 else []
             named += [f"tensor {tensor}"] if self.found.axes["tensor"] > 1 else []
-            yield _text(self._x(column) + 2, TOP - 9, ", ".join(named), fill=FAINT)
+            yield svg_text(self._x(column) + 2, TOP - 9, ", ".join(named), fill=FAINT)
 
     def _box(self, rank: RankRow) -> Iterator[str]:
         x, y = self._x(self._column(rank)), self._y(rank.pipeline)
@@ -97,12 +97,12 @@ class _Picture:
             f'fill="{CARD}" stroke="{EDGE}"/>'
         )
         at = y + PAD + 10
-        yield _text(x + PAD, at, f"rank {rank.rank}", bold=True)
+        yield svg_text(x + PAD, at, f"rank {rank.rank}", bold=True)
         total = in_units(rank.memory.num_bytes)
-        yield _text(x + BOX - PAD, at, total, fill=FAINT, anchor="end")
+        yield svg_text(x + BOX - PAD, at, total, fill=FAINT, anchor="end")
         for line in self._stages_of(rank):
             at += LINE
-            yield _text(x + PAD, at, line, size=11)
+            yield svg_text(x + PAD, at, line, size=11)
         at = y + PAD + 10 + LINE * self.stage_lines
         for name, colour in BARS.items():
             at += LINE
@@ -112,8 +112,8 @@ class _Picture:
             yield _bar(left, at - 9, BAR, EDGE, 0.45)
             yield _bar(left, at - 9, BAR * min(part, 1.0), colour, 1.0)
             label = f"{part:.0%}  {in_units(held)}" if alone else "none"
-            yield _text(left + BAR + 8, at, label, size=11)
-        yield _text(x + PAD, at + LINE, _rest_of(rank), size=11, fill=FAINT)
+            yield svg_text(left + BAR + 8, at, label, size=11)
+        yield svg_text(x + PAD, at + LINE, _rest_of(rank), size=11, fill=FAINT)
 
     def _stages_of(self, rank: RankRow) -> list[str]:
         lines = [_stage_line(self.found.stages[index]) for index in rank.stages]
@@ -141,16 +141,16 @@ class _Picture:
         if end == start + 1:
             top, left = self._y(start) + self.box_height, x + 36
             yield _path(f"M{left} {top + 2}V{top + GAP_Y - 2}")
-            yield _text(left + 8, top + GAP_Y // 2 + 4, words, fill=FAINT)
+            yield svg_text(left + 8, top + GAP_Y // 2 + 4, words, fill=FAINT)
         elif end == start - 1:
             top, left = self._y(end) + self.box_height, x + BOX - 90
             yield _path(f"M{left} {top + GAP_Y - 2}V{top + 2}")
-            yield _text(left + 8, top + GAP_Y // 2 + 4, words, fill=FAINT)
+            yield svg_text(left + 8, top + GAP_Y // 2 + 4, words, fill=FAINT)
         else:
             side, middle = x + BOX, self.box_height // 2
             from_y, to_y = self._y(start) + middle, self._y(end) + middle
             yield _path(f"M{side} {from_y}h14V{to_y}h-12")
-            yield _text(side + 18, (from_y + to_y) // 2, words, fill=FAINT, size=11)
+            yield svg_text(side + 18, (from_y + to_y) // 2, words, fill=FAINT, size=11)
 
     def _foot(self) -> list[str]:
         lines = []
@@ -210,7 +210,7 @@ def _end_of(name: str, most: int) -> str:
     return name if len(name) <= most else f"…{name[len(name) - most + 1 :]}"
 
 
-def _text(
+def svg_text(
     x: int,
     y: int,
     words: str,

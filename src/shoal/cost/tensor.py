@@ -44,7 +44,7 @@ class TensorCuts(msgspec.Struct, frozen=True):
     moves: TensorTraffic  # for one piece, over all stages
 
 
-class _CountingGroup(Group):
+class CountingGroup(Group):
     """A tensor-parallel group with one real rank: it counts what would be sent."""
 
     def __init__(self, num_ranks: int):
@@ -78,7 +78,7 @@ def count_tensor_traffic(
     model, survey = prepared.model, prepared.survey
     assert survey.tensor is not None
     cut_tensors(model, survey.tensor, 0, plan.tensor)
-    line = _CountingGroup(plan.tensor)
+    line = CountingGroup(plan.tensor)
     forward = survey.recompute_context.mode = TensorForward(line)
     gate, moves = CallInterceptor(model), {}
     prepared.seeds.enter(0, 0)

@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from shoal.data.cache.cached import cached as cached
     from shoal.data.characters import Characters as Characters
     from shoal.data.padding import pad as pad
+    from shoal.data.readers.cassandra import cassandra as cassandra
     from shoal.data.readers.csv import csv as csv
     from shoal.data.readers.huggingface import huggingface as huggingface
     from shoal.data.readers.images import images as images
     from shoal.data.readers.linewise import jsonl as jsonl
     from shoal.data.readers.linewise import lines as lines
-    from shoal.data.readers.parquet import parquet as parquet
+    from shoal.data.readers.logs import consume as consume
+    from shoal.data.readers.logs import redis_log as redis_log
+    from shoal.data.readers.mongodb import mongodb as mongodb
     from shoal.data.readers.redis import redis_list as redis_list
     from shoal.data.readers.redis import redis_stream as redis_stream
     from shoal.data.readers.sql import sql as sql
+    from shoal.data.readers.tables import parquet as parquet
+    from shoal.data.readers.tables import table as table
     from shoal.data.readers.tar import tar as tar
     from shoal.data.shard_files.reading import shards as shards
     from shoal.data.shard_files.writing import build as build
@@ -55,13 +60,16 @@ _MODULES = ("batches", "catalog", "permutation", "sources", "split", "transforms
 _NAMES = {  # by the module that has them
     "cache.cached": ("cached",),
     "characters": ("Characters",),
+    "readers.cassandra": ("cassandra",),
     "readers.csv": ("csv",),
     "readers.huggingface": ("huggingface",),
     "readers.images": ("images",),
     "readers.linewise": ("jsonl", "lines"),
-    "readers.parquet": ("parquet",),
+    "readers.logs": ("consume", "redis_log"),
+    "readers.mongodb": ("mongodb",),
     "readers.redis": ("redis_list", "redis_stream"),
     "readers.sql": ("sql",),
+    "readers.tables": ("parquet", "table"),
     "readers.tar": ("tar",),
     "shard_files.reading": ("shards",),
     "shard_files.writing": ("build",),

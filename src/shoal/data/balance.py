@@ -33,6 +33,7 @@ def can_balance(plan: Plan) -> bool:
     """Whether work can move between replicas without a trace in the result. Pure."""
     exact = plan.sums == "exact" and plan.zero < 2 and plan.local_steps == 1
     exact = exact and plan.sync == "allreduce"  # servers know workers by their pieces
+    exact = exact and plan.codec == "none"  # each packs the sum of its own pieces
     return exact and plan.num_pieces // plan.num_microbatches > plan.num_replicas > 1
 
 

@@ -121,7 +121,7 @@ class StreamSource:
         """Where to begin to read these samples, as text; empty if the stream cannot say it."""
         low = int(ids.min())
         at = [place for place in self._places if self._first <= place.position <= low]
-        if not at or not at[-1].position or at[-1].state is None:
+        if not at or at[-1].state is None:
             return ""
         known = range(at[-1].position, self._first + len(self._kept))
         keys = np.array([self._kept[i][1] for i in known], dtype=np.uint64)

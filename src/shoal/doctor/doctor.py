@@ -5,8 +5,8 @@ argument, so the judgement is tested without the machine. A *problem* breaks a r
 worth knowing, the rest is ok. `shoal doctor` prints them.
 
 It looks at this machine only: run it on each host of a cluster. Cost: some seconds, mostly to
-import torch; the measurements start child processes with a deadline. Read next: `all_reduce.py`,
-`cli/doctor.py`, `numerics/precision.py`.
+import torch; the measurements start child processes with a deadline. Read next:
+`cost/all_reduce.py`, `cli/doctor.py`, `numerics/precision.py`.
 """
 
 import importlib.metadata
@@ -25,7 +25,13 @@ from typing import Literal
 import msgspec
 import psutil
 
-from shoal.doctor.all_reduce import MESSAGE_BYTES, MeasurementFailed, measure_all_reduce
+from shoal.cost.all_reduce import (
+    MESSAGE_BYTES,
+    MeasurementFailed,
+    interfaces_up,
+    loopback,
+    measure_all_reduce,
+)
 from shoal.errors import UsageError
 from shoal.events.meters import cpu_limit, memory_limit_bytes
 from shoal.numerics.precision import bf16_environment, bf16_speed
@@ -199,7 +205,7 @@ def judge_shared_memory(total: int, free: int) -> Finding:
 
 
 def check_network() -> Finding:
-    interfaces = _interfaces()
+    interfaces = interfaces_up()
     value = ", ".join(f"{name} {address}" for name, address in interfaces.items()) or "none is up"
     if loopback(interfaces) is None:
         advice = "Ranks of one host meet on loopback; bring it up: ip link set lo up."
@@ -210,21 +216,6 @@ def check_network() -> Finding:
         advice = "Gloo looks the host name up; add it to /etc/hosts or set GLOO_SOCKET_IFNAME."
         return Finding("network", "note", f"{value}; {socket.gethostname()} is not known", advice)
     return Finding("network", "ok", value)
-
-
-def _interfaces() -> dict[str, str]:
-    """Interfaces that are up, with an IPv4 address each."""
-    states = psutil.net_if_stats()
-    return {
-        name: address.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET and name in states and states[name].isup
-    }
-
-
-def loopback(interfaces: dict[str, str]) -> str | None:
-    return next((name for name, ip in interfaces.items() if ip.startswith("127.")), None)
 
 
 def check_open_files(soft: int) -> Finding:
@@ -295,7 +286,7 @@ def check_bf16(measure: bool) -> Finding:
 
 
 def check_all_reduce() -> Finding:
-    name = loopback(_interfaces())
+    name = loopback(interfaces_up())
     if name is None:
         return Finding("all-reduce", "problem", "not measured: no loopback", "See network.")
     try:

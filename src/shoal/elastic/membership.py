@@ -163,7 +163,7 @@ class Membership:
         if generation != self.generation or member not in self.seats:
             return []
         self._arrived.add(member)
-        if self._arrived != set(self.seats):
+        if len(self._arrived) < self.num_seats or self._arrived != set(self.seats):
             return []
         self._deadline = None  # what follows may load a checkpoint, and has its own limits
         return [AllArrived(generation)]
@@ -174,7 +174,7 @@ class Membership:
         self.formed.add(member)
         self._advance(step)
         step = self._formed_at = max(self._formed_at, step)  # a server has none of its own
-        if self.formed != set(self.seats):
+        if len(self.formed) < self.num_seats or self.formed != set(self.seats):
             return []
         self._wants_group, self._failed = False, None
         if given_up := self._check_failures(self._failures.formed(step)):
@@ -207,7 +207,8 @@ class Membership:
             return []
         self._barrier.add(member, step, now)
         given_up = self._cancel_resize(why) if why else []
-        return [*given_up, *self._continue_resize(now)]
+        is_early = not why and len(self._barrier.members) < self.size.num_ranks
+        return [] if is_early else [*given_up, *self._continue_resize(now)]
 
     def lost(self, member: int, generation: int, now: float, why: str = "") -> None:
         """A member's group broke. If no member is found dead soon, the same members form again."""
@@ -252,7 +253,7 @@ class Membership:
             return []
         if member in self._ending:
             self._ending.remove(member)
-            return self._fill_seats(now)
+            return [] if self._ending else self._fill_seats(now)
         if member not in self.seats:
             return self._spare_exited(status, now)
         if self.options.scripts and status == 0 and member not in self.formed:
@@ -501,8 +502,7 @@ class Membership:
             coming = self._places.of_newcomers(self.size, wanted)
             newcomers = self._roster.choose(coming, self._taken)
             if newcomers is None:
-                there = self._places.hosts
-                return self._roster.spawn_spares(now, there, self._taken, coming.count)
+                return self._roster.spawn_spares(now, self._taken, coming)
             if not barrier.is_requested:
                 barrier.is_requested = True
                 return [PauseRanks(self.generation)]
@@ -536,16 +536,16 @@ class Membership:
         """Give empty seats to ready spares; announce once every seat has a ready member."""
         if self.is_waiting:
             return []
-        actions, places = list[Action](), self._places.seats
-        for seat, member in enumerate(self.seats):
-            own = self._roster.ready_spares(places[seat], self._taken)
-            if member is None and (ready := self._stayers(seat) or own):
-                self.seats[seat] = ready[0]
-                places[seat] = self.members[ready[0]].host
-                self._leaving.discard(ready[0])
-        empty = [place for place, member in zip(places, self.seats) if member is None]
-        actions += self._roster.spawn_spares(now, self._places.hosts, self._taken, empty.count)
-        can_form = self._wants_group and self._all_seated_ready() and not self._ending
+        actions, places, may_stay = list[Action](), self._places.seats, bool(self._leaving)
+        ready = self._roster.ready_spares(self._taken) if None in self.seats else {}
+        for seat in [seat for seat, member in enumerate(self.seats) if member is None]:
+            if found := (may_stay and self._stayers(seat)) or ready.get(places[seat]):
+                self.seats[seat] = member = found.pop(0)
+                places[seat] = self.members[member].host
+                self._leaving.discard(member)
+        if empty := [place for place, member in zip(places, self.seats) if member is None]:
+            actions += self._roster.spawn_spares(now, self._taken, empty)
+        can_form = self._wants_group and not self._ending and self._all_seated_ready()
         if can_form and self.seats != self._announced:
             actions += self._announce(now)
         elif empty and self._deadline is None:
@@ -553,15 +553,15 @@ class Membership:
         return actions
 
     def _all_seated_ready(self) -> bool:
-        seated = [self.members.get(n) for n in self.seats if n is not None]
+        seated = (self.members.get(n) for n in self.seats if n is not None)
         can_form = all(m is not None and m.ready and not m.suspected for m in seated)
-        return can_form and len(seated) == self.num_seats
+        return can_form and None not in self.seats
 
     def _refill_spares(self, now: float) -> list[Action]:
         if self.generation < 0 or self.formed != set(self.seats):
             return []  # seats come before spares
-        hosts = self._places.hosts
-        return self._roster.spawn_spares(now, hosts, self._taken, lambda host: self.num_spares)
+        wanted = [host for host in self._places.hosts for _ in range(self.num_spares)]
+        return self._roster.spawn_spares(now, self._taken, wanted)
 
     def _announce(self, now: float) -> list[Action]:
         self.generation += 1

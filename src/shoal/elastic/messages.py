@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.events.events import Event, ProgressEvent
+from shoal.comm.flight_recorder import Standing
+from shoal.events.events import Event, HostUseEvent, ProgressEvent
 from shoal.plans.resize import RunSize
 
 
@@ -49,13 +50,14 @@ class Lost(FromMember, frozen=True, tag="lost"):
 class Heartbeat(FromMember, frozen=True, tag="heartbeat"):
     """I am alive. `step` is the last committed one, `progress` is for the screen. `work` grows with
     all that I complete. `stops`: I was asked to stop; `at` is then the line I am at, if I do not
-    wait for another member."""
+    wait for another member. `standing` is sent while no collective begins or ends."""
 
     step: int
     progress: ProgressEvent | None = None
     stops: bool = False
     work: int = 0
     at: str = ""
+    standing: Standing | None = None
 
 
 class MemberEvent(FromMember, frozen=True, tag="event"):
@@ -104,6 +106,7 @@ class SeatAssignment(FromSupervisor, frozen=True, tag="seat"):
     sizes: tuple[RunSize, ...]  # all sizes of the run so far, the last one now
     store: str  # its address
     restarts: int = 0  # how often all began again, from a checkpoint and without a server's journal
+    samples_host: bool = False  # this member tells what its host uses
 
     @property
     def num_ranks(self) -> int:
@@ -142,6 +145,12 @@ class Repartition(FromSupervisor, frozen=True, tag="repartition"):
     num_servers: int
 
 
+class HostUse(FromSupervisor, frozen=True, tag="host-use"):
+    """To ranks, which may track it: what a host uses now."""
+
+    use: HostUseEvent
+
+
 class Release(FromSupervisor, frozen=True, tag="release"):
     """You may exit."""
 
@@ -150,7 +159,7 @@ MemberMessage = (
     Ready | Arrived | Formed | Lost | Heartbeat | MemberEvent | MemberDone | Paused | Failed
 )
 SupervisorMessage = (
-    SeatAssignment | FormGroup | StopAfterStep | PauseAfterStep | Repartition | Release
+    SeatAssignment | FormGroup | StopAfterStep | PauseAfterStep | Repartition | HostUse | Release
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -4,6 +4,7 @@ A slot is room for one rank; servers take none. A seat stays on its host. One wh
 has no place until `membership.py` gives it one, drops it, or another host comes. Cost: arithmetic.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shoal.elastic.resize_barrier import keep_ranks
@@ -84,7 +85,8 @@ class Places:
         return [*kept, *(rank for rank in range(num_ranks) if rank not in kept)]
 
     def _roomiest(self, ranks: Sequence[int | None]) -> int:
-        return max(self.hosts, key=lambda host: self.rooms[host] - ranks.count(host))
+        used = Counter(ranks)
+        return max(self.hosts, key=lambda host: self.rooms[host] - used[host])
 
     def _least_served(self, servers: Sequence[int | None]) -> int:
         return min(self.hosts, key=servers.count)

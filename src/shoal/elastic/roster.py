@@ -1,6 +1,7 @@
 """The members of a run, numbered in the order of their start, each on one host. Pure."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
 
 from shoal.elastic.actions import Action, MemberState, Spawn
 
@@ -18,18 +19,12 @@ class Roster:
         return Spawn(number, host)
 
     def spawn_spares(
-        self,
-        now: float,
-        hosts: Iterable[int],
-        taken: Set[int | None],
-        wanted: Callable[[int], int],
+        self, now: float, taken: Set[int | None], wanted: Iterable[int | None]
     ) -> list[Action]:
-        """Spawn until each host has as many spares as wanted there."""
-        spawned: list[Action] = []
-        for host in hosts:
-            num_missing = wanted(host) - len(self.spares(host, taken))
-            spawned += [self.spawn(now, host) for _ in range(num_missing)]
-        return spawned
+        """Spawn until there is a spare for each of these places, of which None is no host."""
+        missing = Counter(host for host in wanted if host is not None)
+        missing -= Counter(m.host for n, m in self.members.items() if self._is_spare(n, taken))
+        return [self.spawn(now, host) for host in sorted(missing.elements())]
 
     def lose(self, host: int) -> set[int]:
         """Forget the members of a host, which is gone; a number is never given again."""
@@ -40,17 +35,20 @@ class Roster:
 
     def choose(self, hosts: Sequence[int], taken: Set[int | None]) -> list[int] | None:
         """A ready spare for each of these places; None if there is one too few."""
-        ready = {host: iter(self.ready_spares(host, taken)) for host in hosts}
-        chosen = [next(ready[host], -1) for host in hosts]
+        ready = self.ready_spares(taken)
+        chosen = [ready[host].pop(0) if ready.get(host) else -1 for host in hosts]
         return None if -1 in chosen else chosen
 
-    def spares(self, host: int | None, taken: Set[int | None]) -> list[int]:
-        """Members of a host that can take a seat, now or once they are ready."""
-        own = [number for number, member in self.members.items() if member.host == host]
-        return [n for n in own if n not in taken and not self.members[n].suspected]
+    def ready_spares(self, taken: Set[int | None]) -> dict[int | None, list[int]]:
+        """By host, those that can take a seat now."""
+        ready: dict[int | None, list[int]] = {}
+        for number, member in self.members.items():
+            if member.ready and self._is_spare(number, taken):
+                ready.setdefault(member.host, []).append(number)
+        return ready
 
-    def ready_spares(self, host: int | None, taken: Set[int | None]) -> list[int]:
-        return [number for number in self.spares(host, taken) if self.members[number].ready]
+    def _is_spare(self, number: int, taken: Set[int | None]) -> bool:
+        return number not in taken and not self.members[number].suspected
 
     def suspects(self) -> list[int]:
         return [number for number, member in self.members.items() if member.suspected]

@@ -33,6 +33,7 @@ from shoal.elastic.messages import (
     Formed,
     FormGroup,
     Heartbeat,
+    HostUse,
     Lost,
     MemberDone,
     MemberEvent,
@@ -47,6 +48,7 @@ from shoal.elastic.messages import (
 from shoal.elastic.watchdog import Watchdog
 from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
 from shoal.events.events import Event, ProgressEvent
+from shoal.events.hosts import LATEST, HostMeter
 from shoal.events.step import StepInfo
 from shoal.faults import faultpoint
 from shoal.plans.plan import Plan
@@ -381,7 +383,7 @@ class SupervisedSeat:
         poller = zmq.Poller()
         poller.register(line, zmq.POLLIN)
         poller.register(inbox, zmq.POLLIN)
-        last_beat = 0.0
+        last_beat, meter = 0.0, HostMeter()
         try:
             while not self._closing or inbox.poll(0):
                 poller.poll(TICK_MS)
@@ -395,10 +397,14 @@ class SupervisedSeat:
                     last_beat = time.monotonic()
                     stops = self._stop and self._assignment is not None
                     at = self._watchdog.current_line() if stops else ""
-                    beat = Heartbeat(self.step, self._progress(), stops, WORK.done, at)
+                    standing = self._watchdog.standing()
+                    beat = Heartbeat(self.step, self._progress(), stops, WORK.done, at, standing)
                     line.send(messages.encode(beat))
                     for report in self._watchdog.check(self.step, self._assignment, self._stop):
                         line.send(messages.encode(report))
+                    samples = self._assignment is not None and self._assignment.samples_host
+                    if samples and (use := meter.due(self.step)) is not None:
+                        line.send(messages.encode(MemberEvent(use)))
         finally:
             line.close()
             inbox.close()
@@ -417,6 +423,8 @@ class SupervisedSeat:
                     self._pause_generation = message.generation
                 case Repartition():
                     self._repartition = message
+                case HostUse():
+                    LATEST[message.use.host] = message.use
                 case Release():
                     self._is_released = True
             self._changed.notify_all()

@@ -12,7 +12,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from shoal.comm.endpoint import Endpoint
 from shoal.comm.run_store import StoreServer
 from shoal.elastic import actions, messages
 from shoal.elastic.forming import FormingMonitor, describe_late
+from shoal.elastic.hangs import explain_hang
 from shoal.elastic.membership import Membership
 from shoal.elastic.messages import (
     Arrived,
@@ -34,6 +35,7 @@ from shoal.elastic.messages import (
     Formed,
     FormGroup,
     Heartbeat,
+    HostUse,
     Lost,
     MemberDone,
     MemberEvent,
@@ -54,8 +56,10 @@ from shoal.events.events import (
     ExitedEvent,
     FormedEvent,
     GaveUpEvent,
+    HangEvent,
     HostAddedEvent,
     HostLostEvent,
+    HostUseEvent,
     LostEvent,
     MemberStartedEvent,
     NotResizedEvent,
@@ -68,6 +72,7 @@ from shoal.events.events import (
     StandstillEvent,
     StoppingEvent,
     TickEvent,
+    TraceEvent,
     WaitingEvent,
     WarningEvent,
 )
@@ -137,7 +142,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._pids: dict[int, int] = {}  # of members, as they report them
         self._logs: dict[int, Path] = {}
-        self._lines: dict[int, str] = {}  # that members are at, once they were asked to stop
+        self._beats: dict[int, Heartbeat] = {}  # the last one of each member
         self._resizes = resizes
         self._forming = FormingMonitor(members.options.form_timeout_s)
         self._progress, self._last_turn_at = ProgressMonitor(stop_timeout_s), time.monotonic()
@@ -193,6 +198,7 @@ class Supervisor:
         if (seconds := self._progress.standstill_s(now)) is not None:
             self._request_stacks()
             self._record(StandstillEvent(seconds=round(seconds), step=members.step))
+            self._record(*hangs_of(members, self._beats))
 
     def _request_stacks(self) -> None:
         """Let each member write the stacks of its threads into its log."""
@@ -240,7 +246,8 @@ class Supervisor:
             self._request_stacks()
             time.sleep(0.5)
         members = self.members
-        cause = describe_hang(members.size, members.seats, members.finished, self._lines, late_s)
+        at = {member: beat.at for member, beat in self._beats.items()}
+        cause = describe_hang(members.size, members.seats, members.finished, at, late_s)
         self._give_up(cause, 128 + self._stop_signal)
 
     def _read_reports(self) -> None:
@@ -318,7 +325,7 @@ class Supervisor:
                 self.members.lost(member, message.generation, now, message.why)
             case Heartbeat():
                 self._progress.heard(member, message.step, message.work, now)
-                self._lines[member] = message.at
+                self._beats[member] = message
                 if message.stops and not self._stop_signal:
                     self._stop_signal = self.outcome.stopped_by = signal.SIGTERM
                     seat = self._seat_of(member)
@@ -328,7 +335,7 @@ class Supervisor:
                 if message.progress:
                     self._on_event(message.progress)
             case MemberEvent():
-                self._record_member_event(message.event)
+                self._record_member_event(member, message.event)
             case MemberDone():
                 seat = self._seat_of(member)
                 if seat is not None and message.summary:
@@ -345,15 +352,21 @@ class Supervisor:
             case Failed():
                 self._handle_failure(member, message)
 
-    def _record_member_event(self, event: Event) -> None:
-        if isinstance(event, PrintedEvent):  # which its log has
+    def _record_member_event(self, member: int, event: Event) -> None:
+        if isinstance(event, PrintedEvent | TraceEvent):  # which have files of their own
             self._on_event(event)
             return
-        if isinstance(event, BusyEvent | WaitingEvent):
+        if isinstance(event, HostUseEvent):
+            now, host = time.time(), self.members.members[member].host
+            event = msgspec.structs.replace(event, host=host, time=now)
+            self._broadcast(self.members.seats[: self.members.size.num_ranks], HostUse(event))
+        elif isinstance(event, BusyEvent | WaitingEvent):
             self._progress.explained(time.monotonic())
         elif not isinstance(event, WarningEvent):
             self._progress.done(time.monotonic())
         self._record(event)
+        if isinstance(event, BusyEvent):
+            self._record(*hangs_of(self.members, self._beats))
         if isinstance(event, SavedEvent):
             self._execute(self.members.saved(time.monotonic()))
 
@@ -458,19 +471,24 @@ class Supervisor:
 
     def _announce(self, plan: actions.Announce) -> None:
         self._store.forget(f"generation/{plan.generation - 2}/")  # which all have left
+        hosts: set[int] = set()
         for seat, member in enumerate(plan.seats):
+            host = self.members.members[member].host
             self._record(
                 SeatEvent(
                     rank=seat,
                     server=self._server_of(seat),
                     pid=self._pids[member],
                     generation=plan.generation,
-                    host=self.members.members[member].host,
+                    host=host,
                     log=self._logs[member].name,
                 )
             )
             sizes, restarts = tuple(self.members.sizes), self.members.restarts
-            assignment = SeatAssignment(plan.generation, seat, sizes, self._store.address, restarts)
+            assignment = SeatAssignment(
+                plan.generation, seat, sizes, self._store.address, restarts, host not in hosts
+            )
+            hosts.add(host)
             self._send(member, assignment)
 
     def _report_formed(self, group: actions.AllFormed) -> None:
@@ -539,13 +557,14 @@ class Supervisor:
         server = None if seat is None else self.members.size.server_of(seat)
         return UNSET if server is None else server
 
-    def _record(self, event: Event) -> None:
-        event = msgspec.structs.replace(event, time=time.time())
-        try:
-            self._events.write(event)
-        except OSError as error:  # a full disk must not end a healthy run
-            warn_once(f"events.jsonl cannot be written: {error}. The run continues.")
-        self._on_event(event)
+    def _record(self, *events: Event) -> None:
+        for event in events:
+            event = msgspec.structs.replace(event, time=time.time())
+            try:
+                self._events.write(event)
+            except OSError as error:  # a full disk must not end a healthy run
+                warn_once(f"events.jsonl cannot be written: {error}. The run continues.")
+            self._on_event(event)
 
     def _close(self) -> None:
         self.processes.close()
@@ -557,3 +576,12 @@ class Supervisor:
         self._router.close()
         self._context.term()
         self._store.close()
+
+
+def hangs_of(members: Membership, beats: Mapping[int, Heartbeat]) -> list[HangEvent]:
+    """The hang that the last heartbeats tell of, if they do."""
+    num_ranks = members.size.num_ranks
+    seats = {member: rank for rank, member in enumerate(members.seats[:num_ranks])}
+    stands = {seats[m]: b.standing for m, b in beats.items() if m in seats and b.standing}
+    found = explain_hang(stands, num_ranks, members.step)
+    return [] if found is None else [found]

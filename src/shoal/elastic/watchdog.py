@@ -25,11 +25,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from shoal import logs
+from shoal.comm.flight_recorder import RECORDER, Standing
 from shoal.data.readers.records import SourceLost
 from shoal.data.stalls import STALLS
+from shoal.elastic.hangs import IDLE_S
 from shoal.elastic.messages import Failed, MemberEvent, SeatAssignment
 from shoal.errors import sendable
 from shoal.events.events import BusyEvent, PrintedEvent, WaitingEvent, WarningEvent
@@ -84,6 +86,7 @@ class Watchdog:
     def __init__(self) -> None:
         self._timer = StallTimer(time.monotonic())
         self._worker_thread, self._is_suspended = threading.get_ident(), False
+        self._logged_waits = False
 
     def beat(self) -> None:
         self._timer.beat(time.monotonic())
@@ -105,12 +108,21 @@ class Watchdog:
         frame = None if self._is_suspended else sys._current_frames().get(self._worker_thread)
         return sendable(working_line(frame) or "")
 
+    def standing(self) -> Standing | None:
+        """Where this rank stands among collectives, if it begins and ends none; the log gets the
+        last of them once it waits as long as is told of a rank that computes."""
+        found = None if self._is_suspended else RECORDER.standing(IDLE_S)
+        if found is None or not found.open:
+            self._logged_waits = False
+        elif found.open[0].seconds > PAUSE_S and not self._logged_waits:
+            self._logged_waits = True
+            logs.log.warning("waits in a collective; the last ones:\n%s", RECORDER.table())
+        return None if found is None else structs.replace(found, line=self.current_line())
+
     def check(
         self, step: int, assignment: SeatAssignment | None, stops: bool
     ) -> Iterator[MemberEvent | Failed]:
         """The messages that are due, of a member after `step`."""
-        while logs.for_the_screen:
-            yield MemberEvent(WarningEvent(text=sendable(logs.for_the_screen.popleft())))
         rank = None if assignment is None else assignment.seat
         yield from self.take_printed(assignment)
         late = STALLS.look()
@@ -128,7 +140,10 @@ class Watchdog:
         yield MemberEvent(BusyEvent(rank=rank, server=server, step=step, seconds=seconds, at=line))
 
     def take_printed(self, assignment: SeatAssignment | None) -> Iterator[MemberEvent]:
-        """What was printed since the last time; only rank 0 shows it."""
+        """Warnings, and what was printed, since the last time; only rank 0 shows that."""
+        with suppress(IndexError):
+            while True:
+                yield MemberEvent(WarningEvent(text=sendable(logs.for_the_screen.popleft())))
         found = []
         with suppress(IndexError):  # none is left; another thread may take some
             while True:

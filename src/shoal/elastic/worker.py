@@ -5,16 +5,17 @@ run in each of its children. Read next: `seat.py`, `training/trainer.py`, `serve
 """
 
 import faulthandler
+import logging
 import os
 import runpy
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -36,10 +37,16 @@ from shoal.events.events import (
     ModelFailedEvent,
     ProgressEvent,
 )
-from shoal.events.meters import StepTotals, peak_memory_bytes
+from shoal.events.meters import (
+    StepTotals,
+    memory_bytes,
+    peak_memory_bytes,
+    shared_memory_bytes,
+)
 from shoal.events.metrics_writer import MetricsWriter
-from shoal.events.sinks import Sink, TensorBoardSink
+from shoal.events.sinks import Sink
 from shoal.events.step import Hook, StepInfo
+from shoal.events.tracing import TRACER
 from shoal.numerics.precision import environment_for
 from shoal.parallel.tensor.summary import cuts_in_words, grouped
 from shoal.plans.plan import Plan
@@ -74,6 +81,16 @@ class ReportingSeat(Seat, Protocol):
     ) -> None: ...
 
 
+class Recording(NamedTuple):
+    """What is recorded beside events and metrics: how to open trackers, and the steps to trace."""
+
+    trackers: Mapping[str, Callable[[], Sink]] = {}
+    trace: range = range(0)
+
+
+NOT_RECORDED = Recording()
+
+
 @dataclass(frozen=True)
 class PreparedTraining:
     """What each member of a prepared run does: `member` as a process that the fork server made,
@@ -94,7 +111,7 @@ def prepare_training(
     *,
     keeping: CheckpointSettings | None = None,
     begin: Callable[[nn.Module], InitialWeights | None] | None = None,
-    tensorboard: bool = False,
+    recording: Recording = NOT_RECORDED,
     more_hooks: MoreHooks = lambda trainer, run_dir: (),
     evaluates: Any = None,
 ) -> tuple[dict[str, Any], PreparedTraining]:
@@ -121,9 +138,10 @@ def prepare_training(
             bare = replace(run, callbacks=())
             _evaluate(Trainer(bare, plan, seat, built=prepared, num_steps=0), seat, evaluates)
             return
+        TRACER.steps = recording.trace
         loop = CustomLoop(seat.recovers, is_script=False) if has_callbacks(run) else None
         trainer = Trainer(run, plan, seat, built=prepared, checkpointer=checkpointer, loop=loop)
-        _train(trainer, seat, run_dir, tensorboard, more_hooks)
+        _train(trainer, seat, run_dir, recording.trackers, more_hooks)
 
     def rank_main(spec: WorkerSpec) -> int:
         def work(seat: SupervisedSeat) -> None:
@@ -283,21 +301,22 @@ def _train(
     trainer: Trainer,
     seat: ReportingSeat,
     run_dir: Path,
-    tensorboard: bool,
+    trackers: Mapping[str, Callable[[], Sink]],
     more_hooks: MoreHooks,
 ) -> None:
     totals = StepTotals()
-    sinks: list[Callable[[], Sink]] = []
-    if tensorboard:
-        sinks.append(lambda: TensorBoardSink(run_dir / "tensorboard"))
     record = run_dir / "metrics.jsonl"
-    scribe = MetricsWriter(record, lambda: trainer.writes_record, sinks, trainer.saves_after)
+    scribe = MetricsWriter(record, lambda: trainer.writes_record, trackers, trainer.saves_after)
 
     def report_empty_step(info: StepInfo) -> None:
         if info.left_out == info.samples and trainer.writes_record:
             seat.emit(BatchEmptyEvent(step=info.step, left_out=info.left_out))
 
     evaluations = _EvaluationReports(seat, lambda: trainer.writes_record)
+
+    def send_last_spans() -> None:
+        for spans in TRACER.take(trainer.mesh.rank):
+            seat.emit(spans)
 
     end = _EndOfTraining(trainer, seat, run_dir)
     seat.report_by(
@@ -311,12 +330,12 @@ def _train(
         before_pause=scribe.flush,
     )
     own: list[Hook] = [totals.add, scribe, report_empty_step, evaluations]
+    if logs.log.isEnabledFor(logging.DEBUG):
+        own.append(lambda info: logs.log.debug("step %d: %s", info.step, info.times))
     own += more_hooks(trainer, run_dir)
-    if trainer.loop is None:
-        trainer.add_hooks([*own, end.after_step])
-    else:
+    if trainer.loop is not None:
         trainer.callbacks.control.keep_images_in(run_dir / "images")
-        trainer.add_hooks(own, at_end=[end.after_callbacks])
+    trainer.add_hooks(own, at_end=[end, scribe.end_trackers, send_last_spans])
     try:
         with trainer:
             if trainer.writes_record:
@@ -345,14 +364,10 @@ class _EndOfTraining:
     def __init__(self, trainer: Trainer, seat: ReportingSeat, run_dir: Path):
         self._trainer, self._seat, self._run_dir = trainer, seat, run_dir
 
-    def after_step(self, info: StepInfo) -> None:
-        if info.step == self._trainer.num_steps:
-            self._keep_model()
-
-    def after_callbacks(self) -> None:
-        """With callbacks the last step is done when they are, and may be an earlier one."""
+    def __call__(self) -> None:
+        """All ranks reach this after their last step, and again with a newcomer if one is lost."""
         trainer = self._trainer
-        if trainer.stopped:
+        if trainer.stopped and trainer.step < trainer.num_steps:
             return
         self._keep_model()
         if trainer.step < trainer.num_steps and trainer.writes_record:
@@ -399,6 +414,8 @@ def _progress(totals: StepTotals) -> ProgressEvent | None:
         loss=last.loss,
         samples_per_s=totals.samples_per_s,
         communication=totals.share_in_communication,
+        rate=last.rate,
+        memory_bytes=memory_bytes(),
         scalars={**last.parts, **last.logged},
     )
 
@@ -412,6 +429,7 @@ def _summary(totals: StepTotals) -> dict[str, Any]:
         "samples_per_s": totals.mean_samples_per_s,
         "bytes_sent": totals.bytes_sent,
         "peak_memory_bytes": peak_memory_bytes(),
+        "shared_memory_bytes": shared_memory_bytes(),
         "times": totals.times._asdict(),
     }
 

@@ -6,6 +6,7 @@ names; the screen, outcomes and watchers of a run get them as they come. Those t
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -152,6 +153,20 @@ class StandstillEvent(TimedEvent, tag="standstill", kw_only=True):
     step: int
 
 
+class HangEvent(TimedEvent, tag="hang", kw_only=True):
+    """Ranks wait in a collective for others that did not come (`elastic/hangs.py`)."""
+
+    step: int
+    seconds: int
+    op: str
+    what: str  # a bucket, and how many bytes
+    at: str  # the line that began it
+    waiting: list[int]  # ranks that came
+    missing: list[int]  # and that did not; empty if they wait for each other
+    lines: dict[str, str]  # by rank: where those that did not come are
+    text: str
+
+
 class SlowEvent(TimedEvent, tag="slow", kw_only=True):
     """Replicas that take several times as long as the others."""
 
@@ -258,6 +273,15 @@ class EndedEarlyEvent(TimedEvent, tag="ended-early", kw_only=True):
     why: str
 
 
+class PredictionEvent(TimedEvent, tag="predicted", kw_only=True):
+    """At the end of a run: what was predicted of it (`from` says by what), and what was measured,
+    both as `step_s` and `memory_bytes` of a rank."""
+
+    plan: str
+    predicted: dict[str, float | str | None]
+    measured: dict[str, float | None]
+
+
 class BatchEmptyEvent(TimedEvent, tag="emptied", kw_only=True):
     """Quarantine left out all samples of a batch."""
 
@@ -287,6 +311,21 @@ class StateCorruptedEvent(ConsistencyEvent, tag="state-corrupted", kw_only=True)
     """State that one rank holds alone has changed between two steps."""
 
 
+class HostUseEvent(TimedEvent, tag="host-use", kw_only=True):
+    """What a host uses, every few seconds; rates are since the sample before (`hosts.py`)."""
+
+    host: int
+    step: int  # the last one when it was sampled
+    cpu_percent: float  # of all its cores
+    memory_bytes: int
+    memory_total_bytes: int
+    disk_read_bytes_per_s: int
+    disk_written_bytes_per_s: int
+    disk_free_bytes: int  # where the run works
+    network_sent_bytes_per_s: int  # without loopback
+    network_received_bytes_per_s: int
+
+
 class WarningEvent(TimedEvent, tag="warning", kw_only=True):
     """A sentence for people."""
 
@@ -303,7 +342,27 @@ class ProgressEvent(TimedEvent, tag="progress", kw_only=True):
     loss: float
     samples_per_s: float
     communication: float  # the share of time
+    rate: float = 0.0  # learning rate of the first parameter group
+    memory_bytes: int = 0  # resident, of the rank that says so
     scalars: dict[str, float] = {}  # named parts of the loss, and what callbacks logged
+
+
+class TraceSpan(msgspec.Struct, frozen=True, array_like=True):
+    """What a thread of a rank did: microseconds of the clock of rank 0's host."""
+
+    name: str
+    kind: str
+    thread: str
+    start_us: float
+    duration_us: float
+    about: dict[str, Any] = {}
+
+
+class TraceEvent(TimedEvent, tag="trace", kw_only=True):
+    """Spans of a rank, of steps that are traced. Not recorded: trace/ has them."""
+
+    rank: int
+    spans: list[TraceSpan]
 
 
 class PrintedEvent(TimedEvent, tag="printed", kw_only=True):
@@ -351,6 +410,7 @@ Event = (
     | WaitingEvent
     | BusyEvent
     | StandstillEvent
+    | HangEvent
     | SlowEvent
     | BalancedEvent
     | ResumedEvent
@@ -364,12 +424,15 @@ Event = (
     | ModelFailedEvent
     | EvaluatedEvent
     | EndedEarlyEvent
+    | PredictionEvent
     | BatchEmptyEvent
     | ReplicaRepairedEvent
     | ReplicasDifferEvent
     | StateCorruptedEvent
+    | HostUseEvent
     | WarningEvent
     | ProgressEvent
+    | TraceEvent
     | PrintedEvent
     | TickEvent
     | HostJoinedEvent

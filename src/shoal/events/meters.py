@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
+import psutil
+
 from shoal.events.step import StepInfo, Times
 
 
@@ -101,6 +103,11 @@ class StepTotals:
         return _ratio(talking, sum(info.times.total for info in recent))
 
 
+def memory_bytes() -> int:
+    """The memory of this process that is resident now."""
+    return int(psutil.Process().memory_info().rss)
+
+
 def peak_memory_bytes() -> int:
     """The peak memory of this process.
 
@@ -114,6 +121,17 @@ def peak_memory_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def shared_memory_bytes() -> int:
+    """What of this process's memory other processes have as well, by their shares of it (PSS): of
+    its own it has so much less than `peak_memory_bytes`. 0 where the kernel does not tell."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    found = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines[1:])}
+    return (found["Rss"] - found["Pss"]) * 1024
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:

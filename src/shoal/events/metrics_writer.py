@@ -5,21 +5,25 @@ sinks, in the background (`sinks.py`). When that rank dies another one takes ove
 file got, and continues from the steps it remembers.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from shoal.errors import UsageError
+from shoal.events.hosts import LATEST, hosts_record
 from shoal.events.sinks import BackgroundSink, JsonLinesSink, Sink
 from shoal.events.step import StepInfo
 from shoal.logs import warn_once
 from shoal.storage.decoding import try_decode_json
 from shoal.storage.files import write_atomic
+from shoal.system.processes import WORK
 
 REMEMBERED = 4096
+CLOSE_S = 10.0  # for all trackers together, at the end
 FLUSH_S = 1.0  # the longest wait of a step with a checkpoint for the record
 
 
@@ -31,12 +35,12 @@ class MetricsWriter:
         self,
         path: Path,
         writes: Callable[[], bool],
-        more_sinks: Sequence[Callable[[], Sink]] = (),
+        trackers: Mapping[str, Callable[[], Sink]] = {},
         saves_after: Callable[[int], bool] = lambda step: False,
     ):
         self._path = path
         self._writes = writes
-        self._more_sinks = more_sinks
+        self._trackers = trackers
         self._saves_after = saves_after
         self._recent: deque[StepInfo] = deque(maxlen=REMEMBERED)
         self._sinks: list[BackgroundSink] = []
@@ -59,8 +63,22 @@ class MetricsWriter:
     def close(self) -> None:
         if self._recent and not self._sinks and self._writes():
             self._take_over()  # the writer died after the last step
+        self.end_trackers()
         for sink in self._sinks:
             sink.close()
+
+    def end_trackers(self) -> None:
+        """Close all sinks but the record itself, together, within a bound: the run is at its end,
+        and its processes will be given no more time."""
+        trackers, self._sinks = self._sinks[1:], self._sinks[:1]
+        deadline = time.monotonic() + CLOSE_S
+        for sink in trackers:
+            sink.begin_close()
+        while any(sink.is_alive for sink in trackers) and time.monotonic() < deadline:
+            WORK.done += 1  # it is bounded, and no hang
+            time.sleep(0.02)
+        for sink in trackers:
+            sink.close(0.0)
 
     def rewind(self, step: int) -> None:
         """Remove the steps after this one: the run resumes from it and repeats them."""
@@ -79,8 +97,9 @@ class MetricsWriter:
         except UsageError as error:  # the disk may be full or missing
             warn_once(f"{error} Training continues without that record.", on_screen=True)
             return
-        sinks: list[Sink] = [record, *(make() for make in self._more_sinks)]
-        self._sinks = [BackgroundSink(s, type(s).__name__, encode=step_record) for s in sinks]
+        self._sinks = [BackgroundSink(record, self._path.name, encode=step_record)]
+        for name, open_sink in self._trackers.items():
+            self._sinks.append(BackgroundSink(open_sink, name, encode=_TrackedRecord().of))
         for info in self._recent:
             self._write(info)
 
@@ -92,21 +111,25 @@ class MetricsWriter:
 
 def step_record(info: StepInfo) -> Mapping[str, Any]:
     """A step as a record of `metrics.jsonl`."""
+    data, compute, exchange, waiting = info.times
     record: dict[str, Any] = {
         "step": info.step,
         "loss": info.loss,
         "samples": info.samples,
         "rate": info.rate,
         "bytes_sent": info.bytes_sent,
-        "times": info.times._asdict(),
+        "times": {"data": data, "compute": compute, "exchange": exchange, "waiting": waiting},
     }
+    if info.time:
+        record["time"] = round(info.time, 6)
     if info.ranks:
         record["ranks"] = [round(seconds, 6) for seconds in info.ranks]
     if info.mark is not None:
         record["mark"] = info.mark
-    for name in ("parts", "logged", "texts", "images"):
-        if value := getattr(info, name):
-            record[name] = value
+    if info.parts or info.logged or info.texts or info.images:
+        for name in ("parts", "logged", "texts", "images"):
+            if value := getattr(info, name):
+                record[name] = value
     if info.norm is not None:
         record["norm"] = info.norm
     if info.evaluation is not None:
@@ -114,6 +137,20 @@ def step_record(info: StepInfo) -> Mapping[str, Any]:
     if info.left_out:
         record["left_out"] = info.left_out
     return record
+
+
+class _TrackedRecord:
+    """Records of one tracker: those of steps, and with the first step after a sample of the hosts
+    what they use."""
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []  # when each host was sampled
+
+    def of(self, info: StepInfo) -> Mapping[str, Any]:
+        record, seen = {**step_record(info)}, [use.time for use in [*LATEST.values()]]
+        if seen != self._seen:
+            self._seen, record["hosts"] = seen, hosts_record()
+        return record
 
 
 class _StepNumber(msgspec.Struct, frozen=True):

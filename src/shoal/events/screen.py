@@ -1,13 +1,18 @@
-"""What a person sees while ranks work: one live line, and a line for each thing that happens.
+"""What a person sees while ranks work: a live line with a bar, and a line for what happens.
 
-It goes to standard error, so that standard output stays free for results. Without a terminal the
-live line becomes a plain line every few seconds.
+It goes to standard error, so that standard output stays free for results. The live line is as wide
+as the terminal lets it be: what does not fit is left out, from its end. Without a terminal it
+becomes a plain line every few seconds. A level leaves out what is below it: of `WARNING`, all that
+is no problem.
 """
 
+import logging
 import math
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from shoal.events.events import (
     EvaluatedEvent,
     Event,
     ExitedEvent,
+    HangEvent,
     HostAddedEvent,
     HostJoinedEvent,
     HostLeftEvent,
@@ -54,6 +60,8 @@ from shoal.system.streams import silence, steady
 
 PLAIN_EVERY_S = 5.0
 MOST_SCALARS = 3  # of what is logged, in the live line
+BAR, LEAST_BAR = 24, 8  # characters
+WINDOW_S = 60.0  # of which the time that is left is reckoned
 
 
 class Screen(Console):
@@ -67,17 +75,21 @@ class Screen(Console):
 class Display:
     """Shows progress and events of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: int = logging.INFO) -> None:
         self.num_steps: int | None = None
         self.console = Screen(stderr=True, highlight=False, soft_wrap=True)
-        self._live = self.console.is_terminal
+        self._level = level
+        self._live = self.console.is_terminal and not self.console.is_dumb_terminal
         self._shown_at = 0.0
         self._evaluated = 0  # the last step whose evaluation was shown
-        self._width = 0
+        self._is_drawn = False  # the live line
+        self._pace = StepPace()
         self._echoes: dict[int, str] = {}  # of steps for which no rank has given a reason yet
         self._said: set[str] = set()
 
     def __call__(self, event: Event) -> None:
+        if level_of(event) < self._level:
+            return
         match event:
             case ProgressEvent():
                 self._show_progress(event)
@@ -104,6 +116,8 @@ class Display:
     def introduce(self, recipe: str, facts: dict[str, Any], run_dir: Path) -> None:
         """Say what is about to be trained."""
         self.num_steps = facts["num_steps"]
+        if self._level > logging.INFO:
+            return
         members = plural(facts["num_ranks"], "rank")
         if facts["num_servers"]:
             members += f", {plural(facts['num_servers'], 'server')}"
@@ -112,6 +126,8 @@ class Display:
             f"plan {facts['plan'] or 'data=1'}, {members}, "
             f"{facts['num_steps']} steps of {facts['batch_size']} samples -> {escape(str(run_dir))}"
         )
+        if facts.get("chosen"):
+            self.say(escape(facts["chosen"]))
         if facts["begins"]:
             self.say(escape(facts["begins"]))
         if why := facts["unholdable"]:
@@ -155,34 +171,122 @@ class Display:
             self.say(f"step {event.step}: evaluation  {_numbers(event.evaluation)}")
 
     def _show_progress(self, event: ProgressEvent) -> None:
-        line = self._line(event)
         now = time.monotonic()
+        self._pace.add(event.step, now)
+        left_s = self._pace.left_s(self.num_steps)
         if self._live:
+            width = shutil.get_terminal_size().columns - 1
             with steady():
                 self._clear()
-                sys.stderr.write(line)
+                sys.stderr.write(live_line(event, self.num_steps, left_s, width, self._has_blocks))
                 sys.stderr.flush()
-            self._width = len(line)
+            self._is_drawn = True
         elif now - self._shown_at > PLAIN_EVERY_S:
             self._shown_at = now
             with steady():
-                self.console.print(Text(line))
+                self.console.print(Text("  ".join(parts_of_line(event, self.num_steps, left_s))))
 
-    def _line(self, event: ProgressEvent) -> str:
-        of = f"/{self.num_steps}" if self.num_steps else ""
-        loss = "none" if math.isnan(event.loss) else f"{event.loss:.4f}"
-        shown = list(event.scalars.items())[:MOST_SCALARS]
-        logged = "".join(f"{name} {value:.4g}  " for name, value in shown)
-        return (
-            f"step {event.step}{of}  loss {loss}  {logged}"
-            f"{event.samples_per_s:.0f} samples/s  "
-            f"{100 * event.communication:.0f} % in communication"
-        )
+    @property
+    def _has_blocks(self) -> bool:
+        return (sys.stderr.encoding or "").lower().startswith("utf")
 
     def _clear(self) -> None:
-        if self._live and self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            self._width = 0
+        if self._is_drawn:
+            sys.stderr.write("\r\x1b[2K")
+            self._is_drawn = False
+
+
+class StepPace:
+    """How fast steps go by the clock, with all that is between them: evaluations, saves, losses."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()  # when a step was the last one
+
+    def add(self, step: int, now: float) -> None:
+        if self._seen and step < self._seen[-1][1]:  # it went back to a checkpoint
+            self._seen.clear()
+        if not self._seen or step > self._seen[-1][1]:
+            self._seen.append((now, step))
+        while len(self._seen) > 2 and now - self._seen[0][0] > WINDOW_S:
+            self._seen.popleft()
+
+    def left_s(self, num_steps: int | None) -> float | None:
+        """Seconds until the last step; None if that is not known."""
+        if num_steps is None or len(self._seen) < 2:
+            return None
+        (began, first), (ended, last) = self._seen[0], self._seen[-1]
+        return (num_steps - last) * (ended - began) / (last - first)
+
+
+def live_line(
+    event: ProgressEvent, num_steps: int | None, left_s: float | None, width: int, blocks: bool
+) -> str:
+    """A bar and the parts of a line, as many as fit. Pure."""
+    parts = parts_of_line(event, num_steps, left_s)
+    least = LEAST_BAR + 2 if num_steps else 0
+    while len(parts) > 2 and len("  ".join(parts)) > width - least:
+        parts = parts[:-1]
+    line = "  ".join(parts)
+    room = min(BAR, width - len(line) - 2)
+    if num_steps and room >= LEAST_BAR:
+        line = f"{_bar(event.step / num_steps, room, blocks)}  {line}"
+    return line[:width]
+
+
+def _bar(share: float, width: int, blocks: bool) -> str:
+    full, empty = ("\u2501", "\u2500") if blocks else ("#", "-")
+    done = int(width * min(max(share, 0.0), 1.0))
+    return full * done + empty * (width - done)
+
+
+def parts_of_line(
+    event: ProgressEvent, num_steps: int | None, left_s: float | None
+) -> Sequence[str]:
+    """What is said of progress, the most important first. Pure."""
+    of = f"/{num_steps}" if num_steps else ""
+    loss = "none" if math.isnan(event.loss) else f"{event.loss:.4f}"
+    parts = [f"step {event.step}{of}", f"loss {loss}"]
+    shown = list(event.scalars.items())[:MOST_SCALARS]
+    parts += [f"{_printable(name)} {value:.4g}" for name, value in shown]
+    if left_s is not None:
+        parts.append(f"{in_time(left_s)} left")
+    parts.append(f"{event.samples_per_s:.0f} samples/s")
+    if event.rate:
+        parts.append(f"rate {event.rate:.3g}")
+    parts.append(f"{100 * event.communication:.0f} % in communication")
+    if event.memory_bytes:
+        parts.append(f"{event.memory_bytes / 1e6:.0f} MB a rank")
+    return parts
+
+
+def _printable(name: str) -> str:
+    """A name may be anything: nothing in it moves the cursor."""
+    return "".join(c if c.isprintable() else "?" for c in name)
+
+
+def in_time(seconds: float) -> str:
+    """As in 0:42, 12:05 or 3:04:05; days in front of it."""
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if whole < 3600:
+        return f"{minutes}:{whole % 60:02d}"
+    clock = f"{hours}:{minutes:02d}:{whole % 60:02d}"
+    return f"{days} d {clock}" if days else clock
+
+
+def level_of(event: Event) -> int:
+    """How grave it is what an event tells, as levels of a log."""
+    if isinstance(event, _ERRORS) or (isinstance(event, ExitedEvent) and event.status < 0):
+        return logging.ERROR
+    return logging.WARNING if isinstance(event, _WARNINGS) else logging.INFO
+
+
+_ERRORS = (HostLostEvent, ModelFailedEvent, HangEvent, StandstillEvent)
+_WARNINGS = (
+    *(BatchEmptyEvent, BusyEvent, CheckpointRefusedEvent, ModelNotSavableEvent, NotResizedEvent),
+    *(ReplicaRepairedEvent, SaveFailedEvent, SaveSkippedEvent, SlowEvent, WaitingEvent),
+    WarningEvent,
+)
 
 
 def _numbers(evaluation: dict[str, float]) -> str:
@@ -329,4 +433,5 @@ _SENTENCES: dict[type, Callable[[Any], str]] = {
     BusyEvent: _busy,
     ReplicaRepairedEvent: _repaired,
     StandstillEvent: _standstill,
+    HangEvent: lambda event: f"[bold yellow]{escape(event.text)}[/], since {event.seconds} s",
 }

@@ -1,17 +1,18 @@
 """Sinks of records: JSON lines, TensorBoard, and a background thread that keeps them off the step.
 
-A sink takes one record (a mapping) at a time and may be as slow as a disk or a network.
+A sink takes records (mappings) in order and may be as slow as a disk or a network.
 `BackgroundSink` puts a bounded queue and one thread before it: the training loop only appends, and
 a sink that blocks or fails costs one warning and some records, never a step. `metrics.jsonl` and
 `events.jsonl` are the source of truth; all other views can be rebuilt from them.
 
 Do not use `BackgroundSink` for records that must not be lost (a checkpoint's manifest, say): it
 drops the oldest when the sink cannot keep up. Cost: `put` takes about 0.3 us, and the thread wakes
-five times a second. Read next: `metrics_writer.py`, `meters.py`.
+five times a second. Read next: `trackers.py`, `metrics_writer.py`, `meters.py`.
 """
 
 import math
 import os
+import re
 import struct
 import threading
 from collections import deque
@@ -31,10 +32,15 @@ Record = Mapping[str, Any]
 NO_SCALARS = ("step", "time", "mark")
 _PERIOD_S = 0.2
 _AT_ONCE = 64  # records in one write
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")  # in names of variables
 
 
 class Sink(Protocol):
-    """Takes records, in order, from one thread at a time; `close` is the last call."""
+    """Takes records, in order, from one thread at a time; `close` is the last call.
+
+    `write` may raise, and is called again with the next records. `shoal.testing.sinks` has the
+    tests that one passes.
+    """
 
     def write(self, *records: Record) -> None: ...
 
@@ -136,13 +142,15 @@ class BackgroundSink:
 
     `put` may be called from any thread and never waits. What is put may be of any form that
     `encode` turns into a record; `encode` runs in the thread, so that a step pays for the append
-    alone. The thread starts with the first `put` of a process; after a fork, what the parent had
-    queued stays the parent's. Call `close` at the end: the thread does not outlive the interpreter.
+    alone. A sink may be given as the function that opens it, which the thread calls with the first
+    records, and again with the next ones if it raises. The thread starts with the first `put` of a
+    process; after a fork, what the parent had queued stays the parent's. Call `close` at the end:
+    the thread does not outlive the interpreter.
     """
 
     def __init__(
         self,
-        sink: Sink,
+        sink: Sink | Callable[[], Sink],
         name: str,
         capacity: int = 4096,
         encode: Callable[[Any], Record] | None = None,
@@ -152,7 +160,8 @@ class BackgroundSink:
                 f"capacity={capacity} of the sink {name!r}: a queue must hold at least 1 record."
             )
         self.name = name
-        self._sink = sink
+        self._open = sink if callable(sink) else lambda: sink
+        self._sink = None if callable(sink) else sink
         self._capacity = capacity
         self._encode = encode
         self._warned = False
@@ -184,24 +193,31 @@ class BackgroundSink:
         self._wake.set()
         return done.wait(timeout_s)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread has more to write, or to wait for."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin_close(self) -> None:
+        """Let the thread write what is queued and close the sink, without waiting for it."""
+        if not self._closed and self._pid != getpid():
+            self._start()
+        self._closed = True
+        self._wake.set()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued and close the sink; one that hangs is abandoned after the timeout.
 
         The sink's own `close` runs in the thread too, since it may block like a write.
         """
-        if self._closed:
-            return
-        if self._pid != getpid():
-            self._start()
-        self._closed = True
-        self._wake.set()
+        self.begin_close()
         thread = self._thread
         assert thread is not None
         thread.join(timeout_s)
         if thread.is_alive():
             lost = len(self._items)
             self._items.clear()
-            self._warn(f"did not finish within {timeout_s:g} s; {lost} queued records are lost")
+            self._warn(f"did not finish in time at the end; {lost} queued records are lost")
 
     def _reset(self) -> None:
         self._items: deque[Any] = deque(maxlen=self._capacity)
@@ -230,7 +246,8 @@ class BackgroundSink:
             if closing:
                 break
         try:
-            self._sink.close()
+            if self._sink is not None:
+                self._sink.close()
         except Exception as error:  # noqa: BLE001 (a sink may fail in any way)
             self._warn(f"could not be closed: {type(error).__name__}: {error}")
 
@@ -242,6 +259,8 @@ class BackgroundSink:
                 return
             self._num_taken += len(items)
             try:
+                if self._sink is None:
+                    self._sink = self._open()
                 self._sink.write(*(items if self._encode is None else map(self._encode, items)))
             except Exception as error:  # noqa: BLE001 (a sink may fail in any way)
                 self._num_failed += len(items)
@@ -251,9 +270,19 @@ class BackgroundSink:
         if not self._warned:
             self._warned = True
             warn_once(
-                f"The sink {self.name!r} {what}. Training continues without the lost records; "
-                "this warning is shown once."
+                f"The sink {self.name!r} {redact_secrets(what).rstrip('.')}. Training continues "
+                "without the lost records; this warning is shown once.",
+                on_screen=True,
             )
+
+
+def redact_secrets(text: str) -> str:
+    """A message of a library without users and passwords of URLs, and without what environment
+    variables hold whose names say that they are secret."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name.upper()) and len(value) >= 6:
+            text = text.replace(value, "***")
+    return re.sub(r"//[^/\s@'\"]+@", "//***@", text)
 
 
 def scalars(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:

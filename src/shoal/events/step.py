@@ -41,6 +41,7 @@ class StepInfo(NamedTuple):
     logged: dict[str, float] = {}  # by callbacks
     texts: dict[str, str] = {}  # by callbacks
     images: dict[str, str] = {}  # by callbacks: where they are in the run directory
+    time: float = 0.0  # at which it was made, in seconds since 1970; 0 if not known
 
 
 Hook = Callable[[StepInfo], None]

@@ -11,7 +11,8 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from shoal.formats.new_output import new_files
 from shoal.formats.weights import ModelWeights
 
 NUM_SAMPLES = 3  # to trace with; torch treats 1 as a constant, and one less is tried as well
+_TORCH = "torch.export"
 _NO_REPORTS = "ORT_DISABLE_TELEMETRY"
 _LARGEST_FILE = 1 << 30  # bytes of weights; ONNX's own format ends at 2 GB
 _TOLERANCE = 1e-3  # of the largest element; other kernels sum in another order
@@ -149,18 +151,33 @@ def _write_onnx(program: Any, path: Path, large: bool) -> None:
 def _traced(model: nn.Module, inputs: ExampleInputs) -> tuple[Any, bool]:
     """The traced program, and whether it takes any batch size; compared with the model."""
     model.eval()
-    try:
-        program = _trace(model, inputs, inputs.shapes(model, torch.export.Dim.AUTO))
-    except Exception:  # noqa: BLE001 - of any kind; a fixed number of samples may still do
+    with _without_caches(model):
         try:
-            program = _trace(model, inputs, None)
-        except Exception as error:
-            raise RecipeError(f"torch.export cannot trace the model: {_line(error)}") from error
-    any_batch = inputs.num_samples > 1 and _is_free(program)
-    traced = program.module()
-    for tried in _tried(inputs, any_batch):
-        _compare(model, lambda given: traced(*given.args, **given.kwargs), tried, "torch.export")
+            program = _trace(model, inputs, inputs.shapes(model, torch.export.Dim.AUTO))
+        except Exception:  # noqa: BLE001 - of any kind; a fixed number of samples may still do
+            try:
+                program = _trace(model, inputs, None)
+            except Exception as error:
+                raise RecipeError(f"torch.export cannot trace the model: {_line(error)}") from error
+        any_batch = inputs.num_samples > 1 and _is_free(program)
+        traced = program.module()
+        for tried in _tried(inputs, any_batch):
+            _compare(model, lambda given: traced(*given.args, **given.kwargs), tried, _TORCH)
     return program, any_batch
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """Models of transformers answer with a cache of keys and values, which no program can hold."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching: list[Any] = [each for each in configs if getattr(each, "use_cache", False) is True]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 def _trace(model: nn.Module, inputs: ExampleInputs, shapes: Any) -> Any:

@@ -16,6 +16,7 @@ from shoal.errors import BadCheckpoint, UsageError
 from shoal.formats.dcp import METADATA, open_dcp
 from shoal.formats.huggingface import INDEX, SINGLE, open_huggingface
 from shoal.formats.packed import is_pack
+from shoal.formats.quantized import quantized_file
 from shoal.formats.safetensors import open_safetensors, require_file
 from shoal.formats.state_dict import open_state_dict
 from shoal.formats.weights import ForeignWeights, Weights
@@ -45,6 +46,12 @@ def open_foreign(path: Path) -> ForeignWeights | None:
     """Open weights that another program wrote; None for a directory of another kind."""
     if not path.exists():
         raise UsageError(f"There is no {path}. Give {_KINDS}.")
+    if quantized_file(path) is not None:
+        raise UsageError(
+            f"{path} holds quantised weights, which do not fill the recipe's model. Give those "
+            "that they were made of. `shoal evaluate`, `predict`, --teacher and shoal.load take "
+            "them as they are."
+        )
     if path.is_dir():
         if (path / METADATA).exists():
             return open_dcp(path)
@@ -59,7 +66,7 @@ def open_foreign(path: Path) -> ForeignWeights | None:
     if path.suffix in PROGRAMS:
         raise UsageError(
             f"{path} is a program, which does not give its weights by name. Give the checkpoint "
-            "that it was made of. `shoal predict` and shoal.load take a .pt2 file as it is."
+            "that it was made of. `shoal evaluate`, `predict` and shoal.load take a .pt2 file."
         )
     return open_safetensors(path) if _is_safetensors(path) else open_state_dict(path)
 

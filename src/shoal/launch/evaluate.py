@@ -68,7 +68,7 @@ def evaluate(
     other threads (`fresh.py`).
     """
     if options.plan is not None:
-        Plan.parse(options.plan).refuse_missing()
+        Plan.parse(options.plan)
     with _directory(run_dir) as path, RunDir(path, recipe.name) as directory:
         return _evaluate(recipe, options, directory, watch, prepared)
 

@@ -1,9 +1,10 @@
 """How a run ended: what `shoal.train` returns, and what `shoal train --json` prints."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 
@@ -14,13 +15,19 @@ from shoal.events.events import (
     Event,
     ModelFailedEvent,
     ModelNotSavableEvent,
+    OnEvent,
+    PredictionEvent,
     RescuedEvent,
     ResumedEvent,
     SavedEvent,
     SaveFailedEvent,
     SaveSkippedEvent,
+    WarningEvent,
 )
-from shoal.storage.decoding import try_decode_json
+from shoal.events.sinks import JsonLinesSink
+from shoal.launch.step_times import median_step_s, read_steps, settled_steps
+from shoal.storage.decoding import encode_json, try_decode_json
+from shoal.storage.files import write_atomic
 from shoal.storage.object_store import open_store
 
 if TYPE_CHECKING:
@@ -29,6 +36,8 @@ if TYPE_CHECKING:
     from shoal.elastic.supervisor import SupervisorResult as SupervisorResult
     from shoal.training.options import Recipe
 
+FIRST_STEPS = 5  # after the very first, by which the others are foreseen
+OUTCOME = "outcome.json"
 SLOW_DATA = 0.5  # a share of the time of rank 0, and a second at least
 
 
@@ -52,6 +61,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     rounds: dict[str, Any] | None
     steps_again: int
     plan: str
+    # Of a step, and of a rank without what it shares with others: step_s and memory_bytes.
+    predicted: dict[str, float | str | None] | None
+    measured: dict[str, float | None]
     run_dir: str
     exit_code: int
 
@@ -69,6 +81,7 @@ class Saves:
 
     def __init__(self) -> None:
         self.last_step: int | None = None
+        self.resumed_step = 0  # that the run went on from
         self.rescued = ""  # where the last checkpoint is, if not where it should be
         self.unholdable = ""  # what no checkpoint can hold
         self.model_problem = ""  # why the model was not written
@@ -77,8 +90,10 @@ class Saves:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case SavedEvent() | ResumedEvent():
+            case SavedEvent():
                 self.last_step = event.step
+            case ResumedEvent():
+                self.last_step = self.resumed_step = event.step
             case SaveFailedEvent() if event.echo:
                 self._echoes.setdefault(event.step, event.why)
             case SaveFailedEvent() | SaveSkippedEvent():
@@ -197,6 +212,23 @@ def outcome_of(
     )
 
 
+def leave_records(outcome: Outcome, run_dir: Path, watch: OnEvent) -> Outcome:
+    """Write outcome.json and report.html; what cannot be written costs a warning, never the run."""
+    from shoal.ui.report import leave_report
+
+    if not run_dir.is_dir():
+        return outcome  # it was removed, which is said already
+    why = ""
+    try:
+        text = msgspec.json.format(encode_json(outcome.summary), indent=2)
+        write_atomic(run_dir / OUTCOME, text + b"\n")
+    except OSError as error:
+        why = f"{run_dir / OUTCOME} was not written: {error.strerror}."
+    if why := why or leave_report(run_dir):
+        watch(WarningEvent(text=why))
+    return outcome
+
+
 def _newest_step(store: str, saves: Saves) -> int | None:
     """Of a run that failed: a rank may have died after it saved and before it said so."""
     with suppress(OSError, ShoalError):
@@ -218,6 +250,9 @@ def _summary(
     num_left_out = sum(line.left_out for line in lines)
     num_samples = sum(line.samples for line in lines) - num_left_out
     model = files.run_dir / "model.safetensors"
+    peak = max((s["peak_memory_bytes"] for s in every), default=None)
+    own_peaks = [s["peak_memory_bytes"] - s.get("shared_memory_bytes", 0) for s in every]
+    steps = _StepSeconds.of(files.record_dir / "metrics.jsonl", saves.resumed_step)
     return Summary(
         steps=result.step,
         samples=num_samples if last.step >= result.step else None,
@@ -226,7 +261,7 @@ def _summary(
         evaluation=own.get("evaluation"),
         samples_per_s=own.get("samples_per_s"),
         bytes_sent=sum(s["bytes_sent"] for s in every),
-        peak_memory_bytes=max((s["peak_memory_bytes"] for s in every), default=None),
+        peak_memory_bytes=peak,
         checkpoint=own.get("checkpoint"),
         not_saved=None,
         rescued=saves.rescued or None,
@@ -236,9 +271,58 @@ def _summary(
         rounds=_rounds(every),
         steps_again=result.num_steps_again,
         plan=result.plan or facts["plan"],
+        predicted=_predicted(result, facts, steps),
+        measured={"step_s": steps.settled_s, "memory_bytes": max(own_peaks, default=None)},
         run_dir=str(files.run_dir),
         exit_code=result.exit_code,
     )
+
+
+class _StepSeconds(NamedTuple):
+    """Of the steps that a run made now: the first ones, and those after caches are filled."""
+
+    first_s: float | None
+    settled_s: float | None
+
+    @classmethod
+    def of(cls, record: Path, after: int) -> Self:
+        steps = read_steps(record, after)
+        if not steps:
+            return cls(None, None)
+        first = steps[1 : 1 + FIRST_STEPS] if len(steps) > 2 * FIRST_STEPS else []
+        return cls(median_step_s(first) if first else None, median_step_s(settled_steps(steps)))
+
+
+def _predicted(
+    result: "SupervisorResult", facts: Mapping[str, Any], steps: _StepSeconds
+) -> dict[str, float | str | None] | None:
+    """What was foreseen of a run; its time, if no profile was there, by its own first steps. None
+    of a run over hosts, and of one that was resized."""
+    found: dict[str, float | str | None] | None = facts.get("predicted")
+    if found is None or result.plan not in ("", facts["plan"]):
+        return None
+    if found["from"] == "sizes":
+        return found | {"from": "sizes and first steps", "step_s": steps.first_s}
+    return found
+
+
+def prediction_event(outcome: "Outcome") -> PredictionEvent | None:
+    """What goes on record of a run that was foreseen and made steps."""
+    found, measured = outcome.summary.predicted, outcome.summary.measured
+    if found is None or measured["step_s"] is None:
+        return None
+    plan = outcome.summary.plan
+    return PredictionEvent(time=time.time(), plan=plan, predicted=found, measured=measured)
+
+
+def record_event(record_dir: Path, event: Event) -> None:
+    """Append to a run's events after its supervisor has ended; a full disk loses it."""
+    with suppress(OSError, ShoalError):
+        sink = JsonLinesSink(record_dir / "events.jsonl")
+        try:
+            sink.write(event)
+        finally:
+            sink.close()
 
 
 class _Line(msgspec.Struct, frozen=True):

@@ -26,12 +26,16 @@ from shoal.data.sources import as_source
 from shoal.data.transforms.normalizing import save_run_statistics
 from shoal.elastic.worker import (
     PreparedTraining,
+    Recording,
     digest_weights,
     prepare_training,
     set_single_thread,
 )
 from shoal.errors import UsageError
-from shoal.logs import warn_on_screen
+from shoal.events.tracing import check_steps
+from shoal.events.trackers import TrackedRun, asked_trackers, make_sinks
+from shoal.launch.forecast import foresee, refuse_too_large
+from shoal.logs import set_level, warn_on_screen
 from shoal.numerics.precision import environment_for
 from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
@@ -52,7 +56,7 @@ from shoal.training.lineage import (
     refuse_other_marks,
     select_new,
 )
-from shoal.training.load import take_weights
+from shoal.training.load import holds_model, load, take_weights
 from shoal.training.options import DEFAULT_KEEP, Recipe, StartOptions
 from shoal.training.pretrained import InitialWeights, find_initial_weights
 from shoal.training.recipe import provenance
@@ -67,6 +71,7 @@ from shoal.training.resume import (
     refuse_used_store,
 )
 from shoal.training.run import Run, resolve
+from shoal.world import launched_world
 
 if TYPE_CHECKING:
     from shoal.launch.evaluate import EvaluateOptions
@@ -98,6 +103,7 @@ def prepare_run(
     joins: bool = False,
 ) -> tuple[Facts, PreparedTraining]:
     """In the process that ranks are forked from. `joins` is true on all hosts but the first."""
+    set_level(options.log_level)
     if options.plan is not None:  # before the recipe computes anything
         os.environ.update(environment_for(Plan.parse(options.plan).precision))
     set_single_thread()
@@ -115,6 +121,11 @@ def prepare_run(
         refuse_used_store(store)
     preparing = _Preparing(recipe.name, run, values, options, run_dir, store)
     plan, has_checkpoint = _plan_of(preparing)
+    forecast = None
+    if not options.spans and not joins and launched_world() is None:
+        forecast = foresee(recipe, run, plan)
+        if not options.anyway:
+            refuse_too_large(run, forecast)
 
     def look_at(model: nn.Module) -> InitialWeights | None:
         found["unholdable"] = _unholdable(model, preparing.who_asks)
@@ -136,8 +147,10 @@ def prepare_run(
             needs_one=has_checkpoint and options.begin_from is not None,
         ),
         begin=look_at,
-        tensorboard=options.tensorboard,
+        recording=_recording(preparing, plan),
     )
+    if forecast is not None:
+        found["predicted"] = forecast.facts()
     if not joins:
         save_run_statistics(run.data, run_dir)  # once nothing can be refused
     return facts | found | {"run": fields}, rank_main
@@ -155,11 +168,20 @@ def prepare_evaluation(
     source = data_of(run, options.on_data)
     plan = resolve(run, options.plan, options.ranks)
     found: Facts = {"num_measured": len(source)}
-    if plan.sync != "server":
+    is_whole = holds_model(options.begin_from)
+    if is_whole and (plan.tensor * plan.pipeline > 1 or plan.zero == 3 or plan.sync == "server"):
+        raise UsageError(
+            f"{options.begin_from} holds a program or quantised weights, which {plan} cannot cut "
+            "or serve. Evaluate it under data=N."
+        )
+    if is_whole:
+        run = replace(run, model=partial(load, options.begin_from, run))
+    elif plan.sync != "server":
         run = replace(run, model=partial(_with_dense_tables, run.model))
 
     def take(model: nn.Module) -> None:
-        found["weights"] = take_weights(model, options.begin_from)
+        where = options.begin_from
+        found["weights"] = where if is_whole else take_weights(model, where)
 
     facts, rank_main = prepare_training(run, plan, run_dir, begin=take, evaluates=source)
     return facts | found, rank_main
@@ -172,6 +194,15 @@ def _with_dense_tables(make: Callable[[], nn.Module]) -> nn.Module:
     for module in tables.values():
         module.sparse = False
     return model
+
+
+def _recording(preparing: _Preparing, plan: Plan) -> Recording:
+    options, settings = preparing.options, {**preparing.values, "plan": str(plan)}
+    tracked = TrackedRun(preparing.run_dir, preparing.recipe, settings)
+    trackers = make_sinks(asked_trackers(options.track, options.tensorboard), tracked)
+    if options.trace is None:
+        return Recording(trackers)
+    return Recording(trackers, check_steps(options.trace, preparing.run.num_steps()))
 
 
 def _plan_of(given: _Preparing) -> tuple[Plan, bool]:

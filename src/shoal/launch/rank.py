@@ -33,14 +33,15 @@ from shoal.elastic.supervisor import SupervisorResult
 from shoal.elastic.worker import PreparedTraining, describe_failure, set_rank_threads
 from shoal.errors import RUN_AGAIN, FormError, GroupLost, PlanError, ShoalError, UsageError
 from shoal.events.events import GaveUpEvent, OnEvent, WarningEvent
-from shoal.launch.outcome import Outcome, outcome_of
+from shoal.formatting import name_ranks
+from shoal.launch.outcome import Outcome, leave_records, outcome_of, prediction_event
 from shoal.launch.prepare import prepare_run
-from shoal.launch.rank_peers import RankPeers, RanksGone, name_ranks
+from shoal.launch.rank_peers import RankPeers, RanksGone
 from shoal.launch.rank_seat import RankRecord, RankSeat
 from shoal.launch.train import Options, describe_run, files_of, opened_run
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import OWNER, RunDir
-from shoal.training.options import DEFAULT_KEEP, Recipe
+from shoal.training.options import AUTO, DEFAULT_KEEP, Recipe
 from shoal.training.rank_check import refuse_unlike
 from shoal.world import World
 
@@ -123,6 +124,11 @@ def _place(world: World, options: Options) -> MeetingPlace:
         raise UsageError(
             f"{asked} starts processes elsewhere, and {world.launcher} has started "
             f"{world.num_ranks} here already. Leave one of them out."
+        )
+    if options.plan == AUTO:
+        raise UsageError(
+            f"--plan {AUTO} is for `shoal train` without {world.launcher}. Choose with "
+            f"`shoal plan RECIPE --ranks {world.num_ranks}`, and give that plan."
         )
     if options.ranks not in (None, world.num_ranks):
         raise UsageError(
@@ -344,7 +350,10 @@ def _outcome(
         record.write(GaveUpEvent(cause=result.cause, step=result.step))
     keep = RetentionPolicy.parse(options.keep or DEFAULT_KEEP)
     files = files_of(directory, options)
-    return outcome_of(result, recipe, facts, record.saves, files=files, keep=keep)
+    outcome = outcome_of(result, recipe, facts, record.saves, files=files, keep=keep)
+    if (event := prediction_event(outcome)) is not None:
+        record.write(event)
+    return leave_records(outcome, files.record_dir, record.write)
 
 
 def _tell_gone(peers: RankPeers, gone: RanksGone) -> int:

@@ -19,6 +19,7 @@ import msgspec
 import torch.distributed as dist
 
 from shoal.errors import FormError, ShoalError, UsageError
+from shoal.formatting import name_ranks
 from shoal.system.processes import readable
 from shoal.world import World
 
@@ -40,10 +41,6 @@ class RankCard(msgspec.Struct, frozen=True):
     host: str
     pid: int
     given: dict[str, str]
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def refuse_unlike_cards(cards: Mapping[int, RankCard]) -> None:

@@ -25,10 +25,13 @@ from shoal.events.events import (
     ProgressEvent,
     StoppingEvent,
     TickEvent,
+    TraceEvent,
     WarningEvent,
 )
+from shoal.events.hosts import LATEST, HostMeter
 from shoal.events.sinks import JsonLinesSink
 from shoal.events.step import StepInfo
+from shoal.events.trace_file import TRACE, TraceFile
 from shoal.launch.outcome import Saves
 from shoal.launch.rank_peers import RankPeers
 from shoal.logs import warn_once
@@ -48,6 +51,7 @@ class RankRecord:
         self.saves = Saves()
         self._directory, self._watch = directory, watch
         self._events = JsonLinesSink(directory.path / "events.jsonl")
+        self._trace = TraceFile(directory.path / TRACE)
 
     def __enter__(self) -> Self:
         return self
@@ -59,8 +63,12 @@ class RankRecord:
         trace: TracebackType | None,
     ) -> None:
         self._events.close()
+        self._trace.close()
 
     def write(self, event: Event) -> None:
+        if isinstance(event, TraceEvent):  # which has a file of its own
+            self._trace(event)
+            return
         event = msgspec.structs.replace(event, time=time.time())
         try:
             self._events.write(event)
@@ -107,6 +115,7 @@ class RankSeat(LauncherSeat):
         self._progress: Callable[[], ProgressEvent | None] = lambda: None
         self._told_at, self._num_events = 0.0, 0
         self._says_stop = False
+        self._meter = HostMeter() if peers.world.rank_of_node == 0 else None
 
     @property
     def stop_signal(self) -> int:
@@ -127,6 +136,11 @@ class RankSeat(LauncherSeat):
 
     def stepped(self, info: StepInfo) -> None:
         self.step = info.step
+        if self._meter is not None and (use := self._meter.due(info.step)) is not None:
+            host = self._peers.world.rank // self._peers.world.num_ranks_of_node
+            use = msgspec.structs.replace(use, host=host, time=time.time())
+            LATEST[host] = use
+            self.emit(use)
         if self._record is not None and time.monotonic() - self._told_at > TELL_S:
             self._tell()
 

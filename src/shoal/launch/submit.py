@@ -18,6 +18,7 @@ from shoal.launch.engines import make_engine, run_on
 from shoal.launch.jobs import JobRecord, claimed, write_job
 from shoal.plans.plan import Plan
 from shoal.storage.run_dir import make_run_dir, owner_of, remove_empty, stem_of
+from shoal.training.options import AUTO
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -90,7 +91,7 @@ def cores_of(text: str | None, nodes: int, cores: int | None) -> int:
     that there are. Pure."""
     if cores is not None:
         return cores
-    plan = Plan.parse(text or "")
+    plan = Plan() if text in (None, AUTO) else Plan.parse(text)
     return 0 if plan.data is None else math.ceil(plan.num_ranks / nodes)
 
 

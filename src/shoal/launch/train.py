@@ -19,22 +19,42 @@ from shoal.checkpoint.find import CHECKPOINTS_DIR
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cluster.backend import Facts, StartedRun
 from shoal.elastic.membership import Membership, MembershipOptions
-from shoal.errors import RUN_AGAIN, UsageError, require
-from shoal.events.events import Event, OnEvent, TickEvent, WarningEvent
+from shoal.errors import RUN_AGAIN, UsageError
+from shoal.events.events import Event, OnEvent, TickEvent, TraceEvent, WarningEvent
+from shoal.events.trace_file import TRACE, TraceFile
+from shoal.events.tracing import parse_steps
+from shoal.events.trackers import asked_trackers, check_trackers, parse_trackers
 from shoal.launch.backends import (
     JOIN_TIMEOUT_S,
     check_on,
     make_backend,
     refuse_without_hosts,
 )
-from shoal.launch.outcome import Outcome, RunFiles, Saves, outcome_of
+from shoal.launch.choose import choose_plan
+from shoal.launch.outcome import (
+    Outcome,
+    RunFiles,
+    Saves,
+    leave_records,
+    outcome_of,
+    prediction_event,
+    record_event,
+)
 from shoal.launch.supervised import run_supervised
 from shoal.plans.plan import Plan
 from shoal.plans.resize import size_rules
 from shoal.storage.object_client import redact_password
 from shoal.storage.object_store import local_path
 from shoal.storage.run_dir import RunDir, lock_directory
-from shoal.training.options import DEFAULT_KEEP, REMEMBERED, SETTABLE, Recipe, StartOptions
+from shoal.system.environment import environment
+from shoal.training.options import (
+    AUTO,
+    DEFAULT_KEEP,
+    REMEMBERED,
+    SETTABLE,
+    Recipe,
+    StartOptions,
+)
 
 if TYPE_CHECKING:
     from shoal.system.fork_server import WorkerMain
@@ -82,7 +102,20 @@ def train(
     other threads (`fresh.py`).
     """
     with opened_run(recipe, options, run_dir) as (recipe, options, directory):
-        return _train(recipe, options, directory, watch, prepared)
+        why = ""
+        if options.plan == AUTO:
+            options, why = _with_plan(recipe, options, directory)
+        return _train(recipe, options, directory, watch, prepared, why)
+
+
+def _with_plan(recipe: Recipe, options: Options, run_dir: RunDir) -> tuple[Options, str]:
+    """With the plan that is best here, and why it is; a run that is resumed keeps its own."""
+    if run_dir.is_resumed:
+        kept = f"--plan {AUTO}: a run that is resumed keeps its plan"
+        return msgspec.structs.replace(options, plan=None), kept
+    chosen = choose_plan(recipe, options.ranks)
+    why = f"--plan {AUTO} chose it: {chosen.why}"
+    return msgspec.structs.replace(options, plan=chosen.plan), why
 
 
 @contextmanager
@@ -105,8 +138,7 @@ def opened_run(
         options = msgspec.structs.replace(options, keep=options.keep or DEFAULT_KEEP)
         if options.checkpoints and "://" not in options.checkpoints:
             held.enter_context(lock_directory(Path(options.checkpoints)))
-        if options.tensorboard:
-            require("tensorboardX", extra="tensorboard")
+        check_trackers(asked_trackers(options.track, options.tensorboard))
         yield recipe, options, directory
 
 
@@ -116,9 +148,10 @@ def _train(
     run_dir: RunDir,
     watch: OnEvent,
     prepared: Callable[[Facts, Path], None],
+    why_plan: str = "",
 ) -> Outcome:
     facts: Facts = {}
-    saves = Saves()
+    saves, trace = Saves(), TraceFile(run_dir.path / TRACE)
 
     def prepare() -> "tuple[Facts, WorkerMain]":
         from shoal.launch.prepare import prepare_run  # which loads torch
@@ -126,11 +159,16 @@ def _train(
         return prepare_run(recipe, options.start_options(), run_dir.path)
 
     def begin(found: Facts) -> None:
+        if why_plan:
+            found["chosen"] = why_plan
         facts.update(found)
         describe_run(run_dir, recipe, options, found)
         prepared(found, run_dir.path)
 
     def observe(event: Event) -> None:
+        if isinstance(event, TraceEvent):
+            trace(event)
+            return
         saves(event)
         watch(event)
         if isinstance(event, TickEvent) and (moved := run_dir.moved()):
@@ -146,24 +184,31 @@ def _train(
         can_resize=True,
         stop_timeout_s=options.stop_timeout_s,
     )
+    trace.close()
+    if options.trace is not None and not trace.has_begun:
+        watch(WarningEvent(text=f"--trace {options.trace}: none of these steps was made."))
     # What ended for want of a host can go on if there is a checkpoint.
     is_vain = ended.exit_code == RUN_AGAIN and bool(ended.cause) and not saves.last_step
     result = replace(ended, exit_code=1) if is_vain else ended
-    return outcome_of(
-        result,
-        recipe,
-        facts,
-        saves,
-        files=files_of(run_dir, options),
-        keep=RetentionPolicy.parse(options.keep or DEFAULT_KEEP),
-    )
+    files = files_of(run_dir, options)
+    keep = RetentionPolicy.parse(options.keep or DEFAULT_KEEP)
+    outcome = outcome_of(result, recipe, facts, saves, files=files, keep=keep)
+    if (event := prediction_event(outcome)) is not None:
+        record_event(files.record_dir, event)
+    return leave_records(outcome, files.record_dir, watch)
 
 
 def describe_run(run_dir: RunDir, recipe: Recipe, options: Options, found: Facts) -> None:
     """Write run.json: the run begins."""
     own = {name: getattr(options, name) for name in REMEMBERED}
     own["begin_from"] = _place(options.begin_from)
-    run_dir.describe(recipe=recipe.name, settings=dict(recipe.settings), **own, **found)
+    run_dir.describe(
+        recipe=recipe.name,
+        settings=dict(recipe.settings),
+        **own,
+        **found,
+        environment=environment(),
+    )
 
 
 def files_of(run_dir: RunDir, options: Options) -> RunFiles:
@@ -193,12 +238,20 @@ def _members(started: StartedRun, options: Options) -> Membership:
 def refuse_contradictions(options: Options) -> None:
     """Refuse options that make no sense together, before anything is made."""
     check_on(options.on)
-    if options.plan is not None:
-        Plan.parse(options.plan).refuse_missing()
+    if options.plan == AUTO and options.spans_hosts:
+        raise UsageError(
+            f"--plan {AUTO} knows this machine, and the run is to be on others too. Describe them "
+            "in a file, choose with `shoal plan RECIPE --cluster FILE`, and give that plan."
+        )
+    if options.plan not in (None, AUTO):
+        Plan.parse(options.plan)
     if options.keep is not None:
         RetentionPolicy.parse(options.keep)
     if (options.checkpoints or "").startswith("memory:"):
         raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
+    parse_trackers(options.track)
+    if options.trace is not None:
+        parse_steps(options.trace)
     refuse_without_hosts(options)
     if options.replay is not None and options.new_data is None:
         raise UsageError("--replay has no effect without --new-data RUN.")

@@ -153,6 +153,22 @@ def use_fused_kernels(chosen: Optimizer, sparse: Collection[Tensor] = ()) -> Non
             group["foreach"] = False
 
 
+def begin_momentum(chosen: Optimizer) -> None:
+    """Let parameters that were not trained before step beside others: torch's fused SGD wants a
+    momentum of all or of none. One of 0 makes their first step what a first step is; not so with
+    dampening, where the fused kernel is given up."""
+    for member, group in _groups(chosen):
+        if type(member) is not torch.optim.SGD or not group["momentum"] or not group.get("fused"):
+            continue
+        new = [p for p in group["params"] if member.state.get(p, {}).get(_MOMENTUM) is None]
+        if group["dampening"]:
+            group["fused"] = False
+        elif len(new) < len(group["params"]):
+            for p in new:
+                member.state[p][_MOMENTUM] = torch.zeros_like(p)
+
+
+_MOMENTUM = "momentum_buffer"
 _DENSE_ONLY = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
     *(torch.optim.RAdam, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop),

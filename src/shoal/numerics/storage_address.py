@@ -4,8 +4,10 @@ from torch import Tensor
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where its storage begins; 0 if it has none: sparse, or wrapped by a transform."""
+    """Where its storage begins; 0 if it has none: sparse, or wrapped by a transform. A fake
+    tensor, which has no memory, is known by the storage's own place."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        return storage._cdata if hasattr(tensor, "fake_mode") else storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         return 0

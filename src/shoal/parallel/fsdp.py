@@ -87,6 +87,7 @@ def shard_parameters(
 ) -> None:
     """Shard the units of a model in place."""
     mesh = group.device_mesh(device)
+    names = {module: name or "the model" for name, module in model.named_modules()}
     for unit in units:
         # Frozen ones, those of other stages among them, cost no gradient and no state.
         whole = {p for p in unit.parameters() if not p.dim() or not p.requires_grad}
@@ -99,30 +100,36 @@ def shard_parameters(
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True)
-            unit.set_custom_all_gather(_CountedGather(group))
-            unit.set_custom_reduce_scatter(_CountedScatter(group))
+            unit.set_custom_all_gather(_CountedGather(group, names[unit]))
+            unit.set_custom_reduce_scatter(_CountedScatter(group, names[unit]))
 
 
 class _CountedGather(DefaultAllGather):
-    """FSDP2's own, with its bytes added to the group's."""
+    """FSDP2's own, with its bytes added to the group's, and on record."""
 
-    def __init__(self, counted: Group):
-        self._counted = counted
+    def __init__(self, counted: Group, unit: str):
+        self._counted, self._unit = counted, unit
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
         self._counted.bytes_sent += input_tensor.nbytes * (self._counted.num_ranks - 1)
-        return super().__call__(output_tensor, input_tensor, *rest, **more)
+        record = self._counted.begin("all-gather", output_tensor.nbytes, self._unit)
+        work = super().__call__(output_tensor, input_tensor, *rest, **more)
+        record.end()  # which on a GPU is when it was queued
+        return work
 
 
 class _CountedScatter(DefaultReduceScatter):
     """Likewise."""
 
-    def __init__(self, counted: Group):
-        self._counted = counted
+    def __init__(self, counted: Group, unit: str):
+        self._counted, self._unit = counted, unit
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
         self._counted.bytes_sent += output_tensor.nbytes * (self._counted.num_ranks - 1)
-        return super().__call__(output_tensor, input_tensor, *rest, **more)
+        record = self._counted.begin("reduce-scatter", input_tensor.nbytes, self._unit)
+        work = super().__call__(output_tensor, input_tensor, *rest, **more)
+        record.end()
+        return work
 
 
 def held_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from shoal.comm.buckets import BUCKET_BYTES, assign_buckets
+from shoal.comm.buckets import BUCKET_BYTES, assign_apart
 from shoal.numerics.norms import BLOCK
 
 ALIGNMENT = 32  # elements: what matrix kernels need to round as they do elsewhere
@@ -40,6 +40,7 @@ class FlatBuffer(NamedTuple):
     lengths: list[int]
     starts: list[int]  # of each in the buffer, and its end
     cuts: list[int]  # where each rank's shard begins, and the end
+    is_packed: bool = False  # whether its gradients are packed
 
     @property
     def shards(self) -> list[int]:
@@ -58,22 +59,30 @@ class FlatBuffer(NamedTuple):
 
 
 def lay_out_buffers(
-    sizes: Sequence[tuple[int, int, object]], num_ranks: int, may_cut: bool
+    sizes: Sequence[tuple[int, int, object]],
+    num_ranks: int,
+    may_cut: bool,
+    packed: Sequence[bool] = (),
 ) -> list[FlatBuffer]:
     """Assign parameters, given as (elements, bytes of one, kind), to flat buffers, one kind in
-    each.
+    each. Those whose gradients are `packed` have buffers of their own, and stand there from whole
+    blocks on.
 
     If a parameter may not be cut, each buffer goes to one rank, and there are enough to be fair.
     """
     num_bytes = [length * itemsize for length, itemsize, _ in sizes]
     fair = BUCKET_BYTES if may_cut else max(1, sum(num_bytes) // (8 * num_ranks))
     kinds = [kind for _, _, kind in sizes]
-    assigned = assign_buckets(list(zip(num_bytes, kinds, strict=True)), min(BUCKET_BYTES, fair))
+    lanes = packed or [False] * len(sizes)
+    assigned = assign_apart(
+        list(zip(num_bytes, kinds, strict=True)), lanes, min(BUCKET_BYTES, fair)
+    )
     made = []
     for indices in assigned:
-        lengths = [sizes[i][0] for i in indices]
-        starts = starts_of(lengths)
-        made.append(FlatBuffer(indices, lengths, starts, shard_evenly(starts, lengths, num_ranks)))
+        lengths, is_packed = [sizes[i][0] for i in indices], lanes[indices[0]]
+        starts = starts_of(lengths, BLOCK if is_packed else ALIGNMENT)
+        cuts = shard_evenly(starts, lengths, num_ranks)
+        made.append(FlatBuffer(indices, lengths, starts, cuts, is_packed))
     if may_cut:
         return made
     owners = shard_whole([buffer.starts[-1] for buffer in made], num_ranks)
@@ -83,11 +92,11 @@ def lay_out_buffers(
     ]
 
 
-def starts_of(lengths: Sequence[int]) -> list[int]:
+def starts_of(lengths: Sequence[int], alignment: int = ALIGNMENT) -> list[int]:
     """Where parameters stand in a flat buffer, and its length at the end."""
     starts = [0]
     for length in lengths:
-        starts.append(-(-(starts[-1] + length) // ALIGNMENT) * ALIGNMENT)
+        starts.append(-(-(starts[-1] + length) // alignment) * alignment)
     return starts
 
 

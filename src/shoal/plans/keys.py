@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 PlanValue = int | str | None
 
-HALF_CODECS = ("fp16", "bf16")  # codecs that servers accept too
+HALF_CODECS = ("fp16", "bf16")
 ROUNDING_CODECS = ("fp16", "bf16", "int8", "int4")  # codecs that round each element
+LEAST_SHARE = 1 / 1024  # of `topk`, which sends one of so many elements at least
 
 
 class PlanKey(NamedTuple):
@@ -109,8 +110,10 @@ def _precision(text: str) -> str:
 
 def _codec(text: str) -> str:
     name, _, number = text.partition(":")
-    if name == "topk" and 0 < float(number) <= 1:
-        return f"topk:{float(number)}"
+    if name == "topk":
+        share = float(number.removesuffix("+int8"))
+        if LEAST_SHARE <= share <= 1:
+            return f"topk:{share}{'+int8' * number.endswith('+int8')}"
     if name == "powersgd":
         return f"powersgd:{_count()(number)}"
     return _choice("none", *ROUNDING_CODECS, "onebit")(text)
@@ -197,7 +200,7 @@ KEYS: dict[str, PlanKey] = {
         _choice("exact", "ring"),
     ),
     "codec": PlanKey(
-        "none, fp16, bf16, int8, int4, onebit, topk:F with 0 < F <= 1, "
+        "none, fp16, bf16, int8, int4, onebit, topk:F or topk:F+int8 with 1/1024 <= F <= 1, "
         "powersgd:R with R of 1 or more",
         "packing of gradients for the wire",
         _codec,

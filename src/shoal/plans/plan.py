@@ -19,7 +19,6 @@ from shoal.plans.keys import KEYS, PlanValue
 from shoal.plans.rules import (
     STAGES_OF,
     refuse_contradictions,
-    refuse_unbuilt_codec,
     refuse_without_effect,
 )
 
@@ -146,6 +145,11 @@ class Plan(msgspec.Struct, frozen=True):
         return self.sync == "server" or not is_average
 
     @property
+    def packed_codec(self) -> str:
+        """The codec of gradients that ranks send each other in every step; `none` elsewhere."""
+        return self.codec if self.sync == "allreduce" and self.local_steps == 1 else "none"
+
+    @property
     def num_servers(self) -> int:
         """Parameter servers, in addition to the ranks."""
         return self.servers if self.sync == "server" else 0
@@ -206,17 +210,12 @@ class Plan(msgspec.Struct, frozen=True):
             return self.stages
         return STAGES_OF[self.schedule][0]
 
-    def refuse_missing(self) -> None:
-        """Refuse a technique that can be written but is not implemented yet."""
-        refuse_unbuilt_codec(self)
-
     def resolve(self, *, ranks: int | None, cores: int, batch_size: int) -> Self:
         """The same plan with `data` and `pieces` fixed; PlanError says why it cannot be.
 
         `ranks`, from a launcher or the command line, must be met exactly; with None an automatic
         `data` is the largest count that fits the `cores` and divides the batch.
         """
-        self.refuse_missing()
         data, pieces = fit(self.counts, ranks=ranks, cores=cores, batch_size=batch_size)
         return msgspec.structs.replace(self, data=data, pieces=pieces)
 

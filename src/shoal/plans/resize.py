@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.errors import PlanError, UsageError
+from shoal.plans.keys import HALF_CODECS
 from shoal.plans.plan import Plan
 
 _KEYS = ("data", "servers")
@@ -210,8 +211,12 @@ def _refuse_copies(plan: Plan, size: RunSize) -> None:
 
 def describe_lost_state(before: Plan, after: Plan) -> str:
     """What is lost with replicas that leave, as a message; empty if others hold it."""
-    if after.local_steps == 1 or after.num_replicas >= before.num_replicas:
+    if after.num_replicas >= before.num_replicas:
         return ""
+    if after.local_steps == 1:
+        keeps = after.codec not in ("none", *HALF_CODECS)
+        what = f"What codec={after.codec} had not sent of the gradients of each replica that left"
+        return f"{what} went with it." if keeps else ""
     unsent = ", and what its packing had not sent yet" if after.codec != "none" else ""
     return f"The state of the optimizer of each replica that left went with it{unsent}."
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import PlanError
 from shoal.plans.fit import refuse_pieces
-from shoal.plans.keys import HALF_CODECS, ROUNDING_CODECS
+from shoal.plans.keys import HALF_CODECS
 
 if TYPE_CHECKING:
     from shoal.plans.plan import Plan
@@ -124,6 +124,7 @@ def refuse_contradictions(plan: "Plan") -> None:
     _refuse_schedule(plan)
     _refuse_servers(plan)
     _refuse_local_steps(plan)
+    _refuse_codec(plan)
     if plan.copies > plan.servers:
         raise PlanError(
             f"copies={plan.copies} does not fit on servers={plan.servers}. Each copy of a shard "
@@ -311,37 +312,67 @@ def _refuse_local_steps(plan: "Plan") -> None:
             "fragment is sent after a step of its own, once in that many steps. "
             f"Use fragments={plan.local_steps} or fewer, or more local_steps."
         )
-    if plan.codec != "none" and plan.sums == "ring":
+
+
+def _refuse_codec(plan: "Plan") -> None:
+    """Refuse a codec that could not do what it says."""
+    name, _, number = plan.codec.partition(":")
+    if plan.codec == "none":
+        return
+    if plan.sums == "ring":
         raise PlanError(
             f"sums=ring does not go with codec={plan.codec}. Rounding to a few bits makes whole "
             "steps of last bits, so results in another order could not be compared. Leave sums "
-            "out: replicas that step alone send no sums."
+            "out: with a codec sums cost nothing more."
+        )
+    if name == "topk" and not number.endswith("+int8") and float(number) * 6 >= 4:
+        raise PlanError(
+            f"codec={plan.codec} has no effect: an element that is sent takes six bytes with its "
+            "place, and four without. Use codec=topk:0.1 or less, or leave codec out."
+        )
+    if plan.combine != "mean":
+        raise PlanError(
+            f"codec={plan.codec} does not go with combine={plan.combine}: a replica that is "
+            "not trusted could hide behind rounding. Leave one of them out."
+        )
+    if plan.packed_codec != "none":
+        _refuse_packed_gradients(plan)
+    elif name == "powersgd" or (name == "onebit" and plan.local_steps == 1):
+        way = "local_steps" if plan.local_steps > 1 else "sync=server"
+        value = plan.local_steps if plan.local_steps > 1 else ""
+        why = "a bit has no zero for what no worker touched"
+        if name == "powersgd":
+            why = "it adds up factors that all replicas hold, and here each packs for itself"
+        raise PlanError(
+            f"codec={plan.codec} does not go with {way}{value and f'={value}'}: {why}. Use "
+            f"codec=int8 or codec=topk:0.01, or leave {way} out."
+        )
+    elif plan.sync == "server" and plan.staleness != 0 and plan.local_steps == 1:
+        _refuse_stale_residuals(plan)
+
+
+def _refuse_stale_residuals(plan: "Plan") -> None:
+    if plan.codec not in HALF_CODECS:
+        raise PlanError(
+            f"codec={plan.codec} does not go with staleness={plan.staleness} yet: what packing "
+            "dropped would be of steps that others have not made. Use codec=fp16 or codec=bf16, "
+            "add local_steps=2 or more, or leave staleness out."
         )
 
 
-def refuse_unbuilt_codec(plan: "Plan") -> None:
-    """Codecs that round each element are implemented for local steps and pushes to servers."""
-    if plan.codec == "none":
-        return
-    if plan.sync == "server" and plan.local_steps == 1 and plan.codec in HALF_CODECS:
-        if plan.combine != "mean":
-            raise PlanError(
-                f"codec={plan.codec} does not go with combine={plan.combine}: a replica that is "
-                "not trusted could hide behind rounding. Leave one of them out."
-            )
-        return
-    rounds = plan.codec in ROUNDING_CODECS
-    if rounds and plan.local_steps > 1:
-        return
-    asked = "gradients packed on every step" if rounds else "a codec"
-    known = ", ".join(ROUNDING_CODECS)
-    way_out = "add local_steps=2 or more" if rounds else f"use {known} with local_steps"
-    if plan.sync == "server":
-        way_out = f"use {' or '.join(HALF_CODECS)}, or {way_out}"
-    raise PlanError(
-        f"codec={plan.codec} asks for {asked}, which is not built yet. A plan is followed whole or "
-        f"not at all. Leave codec out, or {way_out}."
-    )
+def _refuse_packed_gradients(plan: "Plan") -> None:
+    """Where gradients that are packed on every step cannot be followed."""
+    if plan.zero == 3:
+        raise PlanError(
+            f"codec={plan.codec} does not go with zero=3: FSDP2 sums the gradients, and keeps "
+            "nothing of what a packing would drop. Use zero=1 or zero=2, or leave codec out."
+        )
+    if plan.tensor > 1:
+        raise PlanError(
+            f"codec={plan.codec} does not go with tensor={plan.tensor} yet: a part of a matrix is "
+            "summed in another order than the whole, which rounding to few bits makes large, so "
+            "shoal verify could not prove it. Leave one of them out."
+        )
 
 
 def _refuse_uneven_pieces(plan: "Plan", pieces: int) -> None:

@@ -28,7 +28,14 @@ from shoal.api import name_of
 from shoal.data.cache.cached import cached
 from shoal.data.sources import stream_of
 from shoal.errors import ShoalError, UsageError
-from shoal.slim.figures import ModelTable, figures_of, first_piece, notes_of, num_bytes_at
+from shoal.slim.figures import (
+    ModelTable,
+    figures_of,
+    first_piece,
+    notes_of,
+    num_bytes_at,
+    num_bytes_of,
+)
 from shoal.slim.lessons import (
     HIDDEN,
     LOGITS,
@@ -165,8 +172,7 @@ def train_student(
     if isinstance(student, StudentWithTaps):
         student = student.student
     model = load(teacher, teacher_recipe, settings=teacher_settings)
-    num_bytes = sum(t.nbytes for t in {id(t): t for t in model.state_dict().values()}.values())
-    before = figures_of(run, model, num_bytes)  # which may fail: nothing is written
+    before = figures_of(run, model, num_bytes_of(model))  # which may fail: nothing is written
     write_weights(run, student, place, name_of(recipe)[0])
     return DistillTable(
         before=before,

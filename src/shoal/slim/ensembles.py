@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import UsageError
 from shoal.slim.figures import evaluate, load_trained
 from shoal.slim.retraining import Given, Training, recipe_of, train_changed, trained_model
 from shoal.storage.run_dir import read_description
@@ -63,11 +63,14 @@ class Stack(nn.Module):
         self.members.eval()  # what they were trained to be
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            answers = [answer_tensor(member(*args, **kwargs)) for member in self.members]
-        combined: Tensor = self.combine(torch.cat(answers, dim=-1))
-        return combined
+            answers = [member(*args, **kwargs) for member in self.members]
+        combined = self.combine(torch.cat([answer_tensor(one) for one in answers], dim=-1))
+        if isinstance(answers[0], Tensor):
+            return combined
+        answers[0].logits = combined  # in the form that the recipe's loss knows
+        return answers[0]
 
 
 def load_members(
@@ -86,10 +89,7 @@ def settings_of(place: str) -> Mapping[str, str]:
     path = Path(place)
     for directory in (path, path.parent, path.parent.parent):
         if (directory / "run.json").is_file():
-            try:
-                return read_description(directory).settings
-            except ShoalError:
-                return {}
+            return read_description(directory).settings
     return {}
 
 
@@ -102,10 +102,15 @@ def choose_shares(run: Run, members: Sequence[nn.Module], score: Scored) -> list
         for index in range(len(members)):
             more = [count + (index == other) for other, count in enumerate(counts)]
             tried.append(score(evaluate(run, _Recorded(asked, more))))
-        if max(tried) <= best:
+        if max(tried) <= best:  # at once, if no model's figure is a number
             break
         best = max(tried)
         counts[tried.index(best)] += 1
+    if not any(counts):
+        raise UsageError(
+            "The evaluation of every model gives what is not a number, so nothing can be chosen by "
+            "it. Give --weights, or other checkpoints."
+        )
     return [count / sum(counts) for count in counts]
 
 

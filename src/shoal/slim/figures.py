@@ -133,6 +133,19 @@ def first_piece(run: Run, num_samples: int) -> Piece:
     return piece
 
 
+def layers_with_matrices(model: nn.Module) -> list[str]:
+    """The layers that hold more than vectors; what the model itself holds has its own name."""
+    named = model.named_parameters(remove_duplicate=False)
+    owners = (name.rpartition(".")[0] or name for name, p in named if p.dim() > 1)
+    return list(dict.fromkeys(owners))
+
+
+def num_bytes_of(model: nn.Module) -> int:
+    """Of all tensors of a model, each once: tied ones are stored once, too."""
+    tensors = model.state_dict(keep_vars=True).values()
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
 def num_bytes_at(path: Path) -> int:
     """Of a file, or of all files of a directory."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]

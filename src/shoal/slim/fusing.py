@@ -12,6 +12,7 @@ those of BatchNorm are taken again on the recipe's training data. Cost: an evalu
 candidate. Read next: `merging.py` for the arithmetic, `ensembles.py` for unlike models.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from shoal.slim.figures import (
     load_trained,
     notes_of,
     num_bytes_at,
+    num_bytes_of,
 )
 from shoal.slim.results import new_place, write_program, write_weights
 from shoal.slim.retraining import Given, Training, recipe_of
@@ -189,7 +191,6 @@ def _fuse_answers(asked: Request, place: Path, training: Training) -> FuseTable:
     members = load_members(asked.recipe, asked.checkpoints, asked.settings)
     singles = [_metrics(run, member) for member in members]
     shares = asked.weights
-    notes: list[str] = []
     if asked.how == "stack":
         model, shares = train_stack(asked.recipe, asked.settings, asked.checkpoints, training)
     else:
@@ -197,14 +198,9 @@ def _fuse_answers(asked: Request, place: Path, training: Training) -> FuseTable:
             shares = choose_shares(run, members, asked.goal.score)
         used = [(one, share) for one, share in zip(members, shares, strict=True) if share]
         model = Ensemble([one for one, _ in used], [share / sum(shares) for _, share in used])
-    any_batch = write_program(run, model, place)
-    if not any_batch:
-        notes.append(
-            "The program takes 3 samples at a time: torch.export could not trace it for any."
-        )
-    again = load(place) if any_batch else model
-    after = figures_of(run, again, num_bytes_at(place))
-    return _table(asked, singles, after, place, shares, notes)
+    written = write_program(run, model, place)
+    after = figures_of(run, written.model, num_bytes_at(place))
+    return _table(asked, singles, after, place, shares, [written.note])
 
 
 class Merger:
@@ -228,7 +224,8 @@ class Merger:
             return self._average(shares)
         if shares is not None:
             return self._along(shares)
-        return self._best([self._along(scaled) for scaled in self._scaled()])
+        tried = map(self._along, self._scaled())  # one at a time is held
+        return max(tried, key=lambda one: -math.inf if one.score is None else one.score)
 
     def _scaled(self) -> list[list[float]]:
         """The weights to try: of an arc both ends and points between, of task vectors lengths."""
@@ -274,9 +271,6 @@ class Merger:
                 taken, best = [*taken, index], tried
         return best
 
-    def _best(self, candidates: Sequence[Candidate]) -> Candidate:
-        return max(candidates, key=lambda one: float("-inf") if one.score is None else one.score)
-
     def _candidate(self, shares: list[float], state: merging.State) -> Candidate:
         model = self.run.make_model()
         merging.set_state(model, state)
@@ -308,7 +302,7 @@ def _table(
         best = max(range(len(singles)), key=lambda index: asked.goal.score(singles[index]))
     where = asked.checkpoints[best]
     loaded = load_members(asked.recipe, [where], asked.settings)[0]
-    before = figures_of(asked.run, loaded, num_bytes_of_weights(loaded))
+    before = figures_of(asked.run, loaded, num_bytes_of(loaded))
     told = _gain(asked.goal, before, after) if singles[best] else ""
     return FuseTable(
         before=before,
@@ -318,10 +312,6 @@ def _table(
         weights=weights,
         best_single=SingleModel(where, singles[best]),
     )
-
-
-def num_bytes_of_weights(model: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def _gain(goal: Goal, before: Figures, after: Figures) -> str:

@@ -62,7 +62,8 @@ class Teacher:
         hashed = xxhash.xxh3_64(f"{self.kind} {layers}".encode())
         for name, tensor in model.state_dict().items():
             hashed.update(name.encode())
-            hashed.update(tensor_bytes(tensor))
+            for part in _plain_parts(tensor):
+                hashed.update(tensor_bytes(part))
         self.fingerprint = hashed.hexdigest()
 
     @torch.no_grad()
@@ -71,6 +72,15 @@ class Teacher:
         with self._taps.listening() as heard:
             answers = {LOGITS: answer_of(call_model(self._model, inputs))}
         return answers | {f"{HIDDEN}{at}": layer for at, layer in enumerate(heard.in_order())}
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that a quantised one is made of; any other is its own part."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))
 
 
 class LayerTaps:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from shoal.errors import UsageError
+from shoal.slim.figures import layers_with_matrices
 
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PATTERN = re.compile(r"([1-9]\d?):([1-9]\d?)")
@@ -127,7 +128,6 @@ class Layers(NamedTuple):
 def find_layers(model: nn.Module, pattern: Pattern | None = None) -> Layers:
     """Linear and convolutional layers whose weight no other module uses."""
     prunable: dict[str, nn.Module] = {}
-    kept: list[str] = []
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         weight = getattr(module, WEIGHT, None)
@@ -138,9 +138,7 @@ def find_layers(model: nn.Module, pattern: Pattern | None = None) -> Layers:
         if pattern is not None:
             fits = fits and weight[0].numel() % pattern.num_neighbours == 0
         if fits:
-            prunable[name] = module
-        else:
-            kept.append(name)
+            prunable[name or WEIGHT] = module
     if not prunable:
         how = rows = ""
         if pattern is not None:
@@ -150,7 +148,7 @@ def find_layers(model: nn.Module, pattern: Pattern | None = None) -> Layers:
             f"The model, a {type(model).__name__}, has no layer that can be pruned{how}: a linear "
             f"or convolutional layer of torch.nn whose weight is its own{rows}."
         )
-    return Layers(prunable, kept)
+    return Layers(prunable, [n for n in layers_with_matrices(model) if n not in prunable])
 
 
 def add_masks(model: nn.Module, ramp: Ramp, pattern: Pattern | None, *, has_scores: bool) -> None:

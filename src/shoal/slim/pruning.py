@@ -46,10 +46,6 @@ from shoal.training.load import load
 from shoal.training.run import Run
 
 HOW = ("magnitude", "movement", "structured", "2:4")
-_FIXED_BATCH = (
-    "The program takes 3 samples at a time: torch.export could not trace it for any number. Its "
-    "figures are those of the model that it was traced from."
-)
 RAMP_BEGIN, RAMP_END = 0.1, 0.7  # shares of a run's steps between which the sparsity grows
 
 
@@ -170,14 +166,13 @@ def _finish_smaller(
     run: Run, before: LoadedModel, figures: Figures, model: nn.Module, place: Path
 ) -> PruneTable:
     """Write a model of other shapes as a program."""
-    any_batch = write_program(run, model, place)
-    again = load(place) if any_batch else model
-    after = figures_of(run, again, num_bytes_at(place))
+    written = write_program(run, model, place)
+    after = figures_of(run, written.model, num_bytes_at(place))
     return PruneTable(
         before=figures,
         after=after,
         out=str(place),
         sparsity=1 - after.parameters / figures.parameters,
         kept=layers_of_one_width(before.model, model),
-        notes=notes_of(run, before.note, "" if any_batch else _FIXED_BATCH),
+        notes=notes_of(run, before.note, written.note),
     )

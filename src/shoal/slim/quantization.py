@@ -3,10 +3,12 @@
 - int8: weights of linear layers in 8 bits, a scale for each row.
 - int4: in 4 bits, a scale for every 32 numbers of a row.
 - dynamic-int8: weights in 8 bits, and activations as they come, a scale for each token.
+- static-int8: the same with one scale for the activations of a layer, found beforehand: its inputs
+  on up to 100 batches of the recipe's data reach as far.
 - qat-int8: the recipe trains it once more with the rounding of dynamic-int8 in its forward, then
   the weights are rounded for good.
 
-None of these needs samples to choose its scales: those of weights come from the weights, those of
+The others need no samples to choose scales: those of weights come from the weights, those of
 activations from each batch. Other layers (convolutions, embeddings, weights that are tied, rows
 of one number, or that groups of 32 do not divide) stay as they are, and are named. torchao's
 kernels for 4 bits are those of accelerators: on a CPU int4 saves memory on a disk, and is computed
@@ -15,7 +17,7 @@ in full precision.
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,14 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import UsageError, nearest, require
 from shoal.formats.huggingface import SINGLE
 from shoal.formats.new_output import new_directory, new_files
 from shoal.formats.quantized import is_quantized, require_torchao, write_quantized
-from shoal.slim.figures import ModelTable, figures_of, load_trained, notes_of, num_bytes_at
-from shoal.slim.results import is_pretrained, new_place, write_program
+from shoal.slim.figures import (
+    ModelTable,
+    figures_of,
+    layers_with_matrices,
+    load_trained,
+    notes_of,
+    num_bytes_at,
+)
+from shoal.slim.results import Written, is_pretrained, new_place, write_program
 from shoal.slim.retraining import (
     ChangedModel,
     Given,
@@ -39,10 +48,12 @@ from shoal.slim.retraining import (
     train_changed,
     trained_model,
 )
+from shoal.slim.statistics import call_on_samples
 from shoal.training.load import load
 from shoal.training.run import Run
 
-FORMS = ("int8", "int4", "dynamic-int8", "qat-int8")
+FORMS = ("int8", "int4", "dynamic-int8", "static-int8", "qat-int8")
+Scales = Mapping[str, Tensor]  # of the inputs of layers, by the layers' names
 GROUP = 32  # numbers of a row that share a scale, of int4
 _INPUTS = {"int4": f"with a multiple of {GROUP} inputs"}
 
@@ -82,17 +93,18 @@ def quantize(
         model = load_trained(run, begin_from).model
     before = load_trained(run, begin_from)
     one = figures_of(run, before.model, before.num_bytes)
-    kept = layers_kept(model, to)
-    note = _write(run, model, to, place)
-    again = load(place, run)
+    scales = scales_of_inputs(run, model) if to == "static-int8" else None
+    kept = layers_kept(model, to, scales)
+    written = _write(run, model, to, place, scales)
+    again = written.model
     if quantized := _quantized_in(again):  # transformers keeps more, a program has no layers
-        kept = [name for name in _with_matrices(again) if name not in quantized]
+        kept = [name for name in layers_with_matrices(again) if name not in quantized]
     return QuantizeTable(
         before=one,
         after=figures_of(run, again, num_bytes_at(place)),
         out=str(place),
         kept=kept,
-        notes=notes_of(run, before.note, note),
+        notes=notes_of(run, before.note, written.note),
     )
 
 
@@ -106,26 +118,51 @@ def quantize_in_training(run: Run, begin_from: str | Path | None = None) -> Run:
     return replace(run, model=ChangedModel(run, _add_rounding, "rounding", begin_from))
 
 
-def quantize_model(model: nn.Module, to: str) -> None:
+def quantize_model(model: nn.Module, to: str, scales: Scales | None = None) -> None:
     """Round the weights of a model for good, in place."""
     quantization = require_torchao()
-    chosen = _quantizable(model, to)
-    quantization.quantize_(model, _config(to), filter_fn=lambda module, name: name in chosen)
+    chosen = _quantizable(model, to, scales)
+    if scales is None:
+        quantization.quantize_(model, _config(to), filter_fn=lambda module, name: name in chosen)
+        return
+    for name in chosen:
+        quantization.quantize_(model.get_submodule(name), _static(scales[name]))
 
 
-def layers_kept(model: nn.Module, to: str) -> list[str]:
+@torch.no_grad()
+def scales_of_inputs(run: Run, model: nn.Module) -> Scales:
+    """The scale of the inputs of each linear layer, by the largest of them on the run's data.
+
+    A layer is left out that was not called, or with inputs of unlike numbers of dims: torchao's
+    scale is for one.
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def listen(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hear(module: nn.Module, args: tuple[Any, ...]) -> None:
+            found.setdefault(name, []).append(args[0].abs().amax().expand([1] * args[0].dim()))
+
+        return hear
+
+    layers = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear]
+    hooks = [layer.register_forward_pre_hook(listen(name)) for name, layer in layers]
+    try:
+        call_on_samples(run, model.eval())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    most = 63 if _is_narrow() else 127  # of the whole numbers that they become
+    return {
+        name: torch.stack(seen).amax(0).clamp(min=torch.finfo(torch.float32).eps) / most
+        for name, seen in found.items()
+        if len({one.dim() for one in seen}) == 1
+    }
+
+
+def layers_kept(model: nn.Module, to: str, scales: Scales | None = None) -> list[str]:
     """The layers of a model with matrices that are left as they are."""
-    chosen = _quantizable(model, to)
-    return [name for name in _with_matrices(model) if name not in chosen]
-
-
-def _with_matrices(model: nn.Module) -> list[str]:
-    """The layers that hold more than vectors."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if any(p.dim() > 1 for p in module.parameters(recurse=False))
-    ]
+    chosen = _quantizable(model, to, scales)
+    return [name for name in layers_with_matrices(model) if name not in chosen]
 
 
 def _quantized_in(model: nn.Module) -> set[str]:
@@ -148,7 +185,7 @@ def unround(model: nn.Module) -> nn.Module:
     return model
 
 
-def _quantizable(model: nn.Module, to: str) -> set[str]:
+def _quantizable(model: nn.Module, to: str, scales: Scales | None = None) -> set[str]:
     """The linear layers whose weight is theirs alone, and whose rows torchao can cut.
 
     A row of one number it takes for a whole: it finds one scale for all rows, which fits nothing.
@@ -157,6 +194,8 @@ def _quantizable(model: nn.Module, to: str) -> set[str]:
     chosen = set()
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or uses[id(module.weight)] != 1 or not name:
+            continue
+        if scales is not None and name not in scales:
             continue
         if module.in_features % GROUP == 0 if to == "int4" else module.in_features > 1:
             chosen.add(name)
@@ -177,11 +216,25 @@ def _config(to: str) -> Any:
         group = quantization.PerGroup(GROUP)
         dtype: torch.dtype = vars(torch)["int4"]  # which torch's own types do not tell of
         return quantization.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=group)
-    narrow = require_torchao("utils").should_reduce_range(torch.device("cpu"))
     return quantization.Int8DynamicActivationInt8WeightConfig(
         act_mapping_type=quantization.MappingType.ASYMMETRIC,  # which training can round to, too
-        reduce_range=narrow,  # on a CPU whose sums of products overflow
+        reduce_range=_is_narrow(),
     )
+
+
+def _static(scale: Tensor) -> Any:
+    quantization = require_torchao()
+    return quantization.Int8StaticActivationInt8WeightConfig(
+        act_quant_scale=scale,
+        granularity=[quantization.PerTensor(), quantization.PerRow()],
+        reduce_range=_is_narrow(),
+    )
+
+
+def _is_narrow() -> bool:
+    """Whether this is a CPU whose sums of products overflow, unless numbers are of 7 bits."""
+    narrow: bool = require_torchao("utils").should_reduce_range(torch.device("cpu"))
+    return narrow
 
 
 def _add_rounding(model: nn.Module) -> nn.Module:
@@ -201,27 +254,29 @@ def _add_rounding(model: nn.Module) -> nn.Module:
     return model
 
 
-def _write(run: Run, model: nn.Module, to: str, place: Path) -> str:
-    """Write a model, quantised; what is to be said of it."""
-    if is_pretrained(model) and not place.suffix:
+def _write(run: Run, model: nn.Module, to: str, place: Path, scales: Scales | None) -> Written:
+    """Write a model, quantised."""
+    why = ""
+    if is_pretrained(model) and not place.suffix and scales is not None:
+        why = "from_pretrained knows no scales of single layers; shoal.load and the recipe load it."
+    elif is_pretrained(model) and not place.suffix:
         try:
             _write_pretrained(model, to, place)
             whole = " It stores 4 bits in a whole byte: pack it." if to == "int4" else ""
-            return f"from_pretrained loads it, with torchao installed.{whole}"
+            note = f"from_pretrained loads it, with torchao installed.{whole}"
+            return Written(load(place, run), note)
         except (ValueError, TypeError, RuntimeError, NotImplementedError, AttributeError) as error:
             why = f"transformers cannot write it for from_pretrained: {error}"
-    else:
-        why = ""
-    quantize_model(model, to)
+    quantize_model(model, to, scales)
     if place.suffix == ".pt2":
-        write_program(run, model, place)
-    elif place.suffix == ".safetensors":
+        return write_program(run, model, place)
+    if place.suffix == ".safetensors":
         with new_files(place) as partial:
             write_quantized(model, partial)
     else:
         with new_directory(place) as folder:
             write_quantized(model, folder / SINGLE)
-    return why
+    return Written(load(place, run), why)
 
 
 @contextmanager

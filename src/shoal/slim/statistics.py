@@ -30,13 +30,7 @@ def refresh_statistics(run: Run, model: nn.Module) -> str:
         layer.reset_running_stats()
         layer.momentum = None  # a plain mean over all batches
         layer.train()
-    pieces = pieces_in_order(run.data, run.batch_size, LoadOptions(run.collate))
-    count = 0
-    for index in _spread(len(pieces)):
-        piece = pieces[index]
-        if piece.num_samples > 1:
-            call_model(model, piece.inputs)
-            count += 1
+    count = call_on_samples(run, model)
     for layer, momentum in zip(layers, momenta, strict=True):
         layer.momentum = momentum
     model.eval()
@@ -44,13 +38,21 @@ def refresh_statistics(run: Run, model: nn.Module) -> str:
     return f"{what} were taken again, on {count} batches."
 
 
+def call_on_samples(run: Run, model: nn.Module) -> int:
+    """Call a model with up to 100 batches of the run's data, evenly over it, since it may be
+    sorted; how many they were."""
+    pieces = pieces_in_order(run.data, max(2, run.batch_size), LoadOptions(run.collate))
+    num_tried = min(NUM_BATCHES, len(pieces))
+    count = 0
+    for number in range(num_tried):
+        piece = pieces[number * len(pieces) // num_tried]
+        if piece.num_samples > 1:
+            call_model(model, piece.inputs)
+            count += 1
+    return count
+
+
 def _layers(model: nn.Module) -> Iterator[_NormBase]:
     for module in model.modules():
         if isinstance(module, _NormBase) and module.track_running_stats:
             yield module
-
-
-def _spread(num_pieces: int) -> list[int]:
-    """Evenly over the data, since it may be sorted."""
-    count = min(NUM_BATCHES, num_pieces)
-    return [index * num_pieces // count for index in range(count)]

@@ -36,13 +36,17 @@ class _Removal(NamedTuple):
 
 def remove_channels(run: Run, model: nn.Module, share: float) -> nn.Module:
     """A smaller copy of a model: of each group of layers that allows it, this share of channels."""
+    pruning = require("torch_pruning", extra="slim")
     inputs = first_piece(run, _NUM_SAMPLES).inputs
-    smaller, narrowed = copy.deepcopy(model).eval(), set[str]()
+    smaller, narrowed, why = copy.deepcopy(model).eval(), set[str](), ""
     names = [name for name, module in model.named_modules() if isinstance(module, _LAYERS)]
     for name in names:
         if name in narrowed:
             continue
-        removal = _without_channels(smaller, name, share, inputs)
+        try:
+            removal = _without_channels(pruning, smaller, name, share, inputs)
+        except Exception as error:  # noqa: BLE001 (of many kinds: it cannot follow this layer)
+            removal, why = None, f" torch-pruning cannot follow {name or 'it'}: {error}."
         if (
             removal is not None
             and not removal.narrowed & narrowed
@@ -53,7 +57,7 @@ def remove_channels(run: Run, model: nn.Module, share: float) -> nn.Module:
         raise UsageError(
             f"No layer of the model, a {type(model).__name__}, can give up channels without "
             "another result: it has no linear or convolutional layer whose channels only other "
-            "such layers read. Prune it with --how magnitude."
+            f"such layers read.{why} Prune it with --how magnitude."
         )
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, p in smaller.named_parameters():
@@ -72,36 +76,34 @@ def weight_of(module: nn.Module) -> Tensor:
     return module.weight
 
 
-def _without_channels(model: nn.Module, name: str, share: float, inputs: Any) -> _Removal | None:
+def _without_channels(
+    pruning: Any, model: nn.Module, name: str, share: float, inputs: Any
+) -> _Removal | None:
     """A copy without the least important channels of a layer and all that share them."""
-    pruning = require("torch_pruning", extra="slim")
     tried = copy.deepcopy(model)
     for p in tried.parameters():
         p.requires_grad_(True)  # the graph is found by its gradients
     layer = tried.get_submodule(name)
-    try:
-        with torch.enable_grad():
-            graph = pruning.DependencyGraph().build_dependency(
-                tried,
-                inputs,
-                forward_fn=call_model,
-                output_transform=lambda output: pytree.tree_leaves(output),
-                verbose=False,
-            )
-        take_out = graph.get_pruner_of_module(layer).prune_out_channels
-        every = list(range(graph.get_out_channels(layer)))
-        group = graph.get_pruning_group(layer, take_out, every)
-        importance = pruning.importance.GroupMagnitudeImportance(p=2)(group)
-        if importance is None or not 0 < (count := int(share * len(importance))) < len(every):
-            return None
-        least = sorted(importance.argsort()[:count].tolist())
-        group = graph.get_pruning_group(layer, take_out, least)
-        if not graph.check_pruning_group(group):
-            return None
-        removal = _described(graph, group, tried)
-        group.prune()
-    except Exception:  # noqa: BLE001 (of many kinds: it cannot follow this layer, which stays)
+    with torch.enable_grad():
+        graph = pruning.DependencyGraph().build_dependency(
+            tried,
+            inputs,
+            forward_fn=call_model,
+            output_transform=lambda output: pytree.tree_leaves(output),
+            verbose=False,
+        )
+    take_out = graph.get_pruner_of_module(layer).prune_out_channels
+    every = list(range(graph.get_out_channels(layer)))
+    group = graph.get_pruning_group(layer, take_out, every)
+    importance = pruning.importance.GroupMagnitudeImportance(p=2)(group)
+    if importance is None or not 0 < (count := int(share * len(importance))) < len(every):
         return None
+    least = sorted(importance.argsort()[:count].tolist())
+    group = graph.get_pruning_group(layer, take_out, least)
+    if not graph.check_pruning_group(group):
+        return None
+    removal = _described(graph, group, tried)
+    group.prune()
     return removal
 
 

@@ -9,22 +9,38 @@ is abandoned and never completed: fsspec's own `close` would publish half a file
 
 import errno
 import functools
+import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from shoal.errors import UsageError, nearest, require
 from shoal.system.processes import PerProcess
 
-_EXTRAS = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3")}
+_EXTRAS = {
+    **dict.fromkeys(("s3", "s3a"), ("s3fs", "s3")),
+    **dict.fromkeys(("gs", "gcs"), ("gcsfs", "gcs")),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), ("adlfs", "azure")),
+    "hdfs": ("hdfs_native", "hdfs"),
+    "webhdfs": ("requests", "hdfs"),
+}
+_ONE_BY_ONE = ("hdfs", "webhdfs")  # back ends that remove no list of objects
 _PERMANENT = (PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 _MISTAKES = (ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError)
 _MISSING = (404, 410)  # HTTP status
 _TRANSIENT = (408, 425, 429)  # of the 4xx status codes of HTTP
 _PERMANENT_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+
+_HDFS_KEPT_S = 3.5
+_HDFS_LIMIT_S = (20.0, 300.0)  # of a read and a write: hdfs-native looks for a name node for ever
+_hdfs_kept: dict[int, float] = {}  # by process: until when connections to data nodes may be kept
+MIRROR = "mirror://"  # before the names of several places (`mirrors.py`)
 
 T = TypeVar("T")
 
@@ -58,14 +74,23 @@ def redact_password(url: str) -> str:
     """A URL without user and password: everything up to the last @ before the path.
 
     If the port is not a number, it is a password with a slash in it, and the path begins later.
+    Of a mirror, each place.
     """
+    if url.startswith(MIRROR):
+        return _in_each(redact_password, url)
     return re.sub(r"^([^/]*://)(?:[^/]*|[^/:@[]*:(?![0-9]+(?:[/?#]|$)).*)@", r"\1", url)
 
 
 def redact_url(url: str) -> str:
     """A URL or path without password and query, which may hold a signature."""
+    if url.startswith(MIRROR):
+        return _in_each(redact_url, url)
     address, mark, _ = redact_password(url).partition("?")
     return f"{address}?..." if mark and "://" in url else redact_password(url)
+
+
+def _in_each(redact: Callable[[str], str], mirror: str) -> str:
+    return MIRROR + re.sub(r"[^][,]+", lambda found: redact(found[0]), mirror.removeprefix(MIRROR))
 
 
 def _redact_urls(said: str) -> str:
@@ -153,7 +178,7 @@ class ObjectClient:
     def delete(self, paths: Iterable[str]) -> None:
         """Remove objects; a missing one is no error, since a request may be repeated."""
         doomed = list(paths)
-        if len(doomed) > 1:
+        if len(doomed) > 1 and self._url.partition("://")[0] not in _ONE_BY_ONE:
             with suppress(FileNotFoundError):  # some back ends stop at the first missing one
                 self._request(
                     "remove", doomed[0], lambda system, _: system.rm([*map(self._path, doomed)])
@@ -177,7 +202,11 @@ class ObjectClient:
         for failures in range(1, self._retries.num_tries + 1):
             try:
                 system, _ = self._back_end.get()
-                return act(system, self._path(path))
+                if not self._url.startswith("hdfs://"):
+                    return act(system, self._path(path))
+                _hdfs_kept[os.getpid()] = time.monotonic() + _HDFS_KEPT_S
+                asked = functools.partial(act, system, self._path(path))
+                return _within(_HDFS_LIMIT_S[verb == "write"], asked)
             except UsageError:
                 raise
             except Exception as raised:
@@ -207,11 +236,43 @@ class ObjectClient:
 
 def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     """The back end, and the URL's path in it."""
+    from fsspec import register_implementation
     from fsspec.core import url_to_fs
 
     fresh = {"use_listings_cache": False, "skip_instance_cache": True}
+    if url.startswith("hdfs://"):
+        _wait_after_fork()
+        # fsspec's own needs Hadoop's native library and a Java machine in this process.
+        register_implementation("hdfs", "hdfs_native.fsspec.HdfsFileSystem", clobber=True)
+        del fresh["use_listings_cache"]  # it takes settings of Hadoop alone, and keeps no listings
     system, root = url_to_fs(url, **fresh | options)
     return system, str(root)
+
+
+def _within(seconds: float, act: Callable[[], T]) -> T:
+    """What `act` returns, if it does in time. Left behind, it does not keep the process alive."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(act())
+        except BaseException as error:  # noqa: BLE001 (raised by the caller)
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="shoal-hdfs", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except FutureTimeout:
+        if answer.done():
+            raise
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+
+
+def _wait_after_fork() -> None:
+    """hdfs-native keeps connections to data nodes for 3 s, in memory that a fork inherits with
+    connections that are the parent's; one that is used in a fork never answers."""
+    inherited = [until_s for pid, until_s in _hdfs_kept.items() if pid != os.getpid()]
+    time.sleep(max(0.0, max(inherited, default=0.0) - time.monotonic()))
 
 
 def _check_back_end(url: str) -> None:

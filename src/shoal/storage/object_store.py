@@ -21,6 +21,7 @@ from urllib.parse import unquote, urlsplit
 
 from shoal.errors import BadCheckpoint
 from shoal.faults import faultpoint
+from shoal.storage.mirrors import MirroredStore, parse_mirror
 from shoal.storage.object_client import RETRY_POLICY, ObjectClient, RetryPolicy
 from shoal.storage.store import MOST_CHUNK_BYTES, SEAL, DirectoryStore, Store
 
@@ -40,7 +41,9 @@ def local_path(where: str | Path) -> Path | None:
 
 
 def open_store(where: str | Path) -> Store:
-    """A store in a directory, or at a URL that fsspec knows."""
+    """A store in a directory, at a URL that fsspec knows, or a mirror of several of them."""
+    if (mirror := parse_mirror(str(where))) is not None:
+        return MirroredStore([open_store(place) for place in mirror.places], mirror.quorum)
     path = local_path(where)
     return ObjectStore(str(where)) if path is None else DirectoryStore(path)
 
@@ -76,6 +79,9 @@ class ObjectStore:
 
     def open(self, name: str, file: str) -> "ObjectFile":
         return ObjectFile(self._remote, self._cache, f"{name}/{file}")
+
+    def fall_over(self, name: str) -> bool:
+        return False
 
     def create_draft(self, name: str, token: str) -> "ObjectDraft":
         """Start to write. Removes what had that name; its writer notices."""

@@ -166,6 +166,7 @@ class RunDescription(msgspec.Struct, frozen=True, kw_only=True):
     keep: str | None = None
     checkpoints: str | None = None
     tensorboard: bool = False
+    track: str | None = None
     begin_from: str | None = None
     new_data: str | None = None
     new_data_steps: Count | None = None

@@ -79,6 +79,11 @@ class Store(Protocol):
 
     def open(self, name: str, file: str) -> FileReader: ...
 
+    def fall_over(self, name: str) -> bool:
+        """Read this checkpoint from another copy from now on, for this one is bad or away; False
+        if there is none."""
+        ...
+
     def create_draft(self, name: str, token: str) -> Draft:
         """Start a checkpoint. It replaces one of the same name, which is removed whole, now or at
         the commit. So do this only where there is none, or a bad one."""
@@ -115,6 +120,9 @@ class DirectoryStore:
 
     def open(self, name: str, file: str) -> "MappedFile":
         return MappedFile(self._folder(name) / file)
+
+    def fall_over(self, name: str) -> bool:
+        return False
 
     def create_draft(self, name: str, token: str) -> "DirectoryDraft":
         draft = self.join_draft(name, token)

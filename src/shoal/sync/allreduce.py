@@ -2,9 +2,9 @@
 
 Gradients leave in buckets while backward runs (`comm/buckets.py`). With exact sums the pieces are
 added in one tree (`comm/tree.py`), so that any number of ranks trains the same bits; otherwise in
-whatever order is fastest. One process does the same without communication. When not to use it:
-when the model, its gradients and its optimizer state do not fit one rank's memory; shard them
-then.
+whatever order is fastest. With a codec each rank adds up its own pieces and packs the sum
+(`gradient_packing.py`). One process does the same without communication. When not to use it: when
+the model, its gradients and its optimizer state do not fit one rank's memory; shard them then.
 
 Cost: two times the gradients' bytes per rank and step, and their copy in memory.
 """
@@ -20,12 +20,13 @@ from shoal.comm.buckets import (
     WINDOW_BYTES,
     GradientBucket,
     GradientBuckets,
-    assign_parameters,
     make_bucket,
 )
+from shoal.comm.compression import CompressedSum, LowRankSum
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import Reduction
-from shoal.comm.tree import PieceSum, total
+from shoal.comm.tree import PieceSum, RunningSum, total
+from shoal.numerics.momentum import corrected_momenta, without_momentum
 from shoal.numerics.norms import coalesced, gradient_norm, num_blocks
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices
 from shoal.parallel.striping import tables_of, weights_of
@@ -40,21 +41,31 @@ from shoal.sync.costs import (
     as_parameters,
     memory_of_parts,
     partial_sums,
+    sums_by_piece,
     sums_in_step,
     tree_message,
 )
+from shoal.sync.gradient_packing import GradientPacking, assign_packed
 from shoal.sync.lockstep import LockstepStrategy
 from shoal.sync.norm import SharedNorm
+from shoal.sync.packing_costs import packed_messages, residual_memory
 from shoal.sync.rank_layout import RankLayout
-from shoal.sync.rounds import RoundContext
+from shoal.sync.rounds import RoundContext, ranks_tree
 from shoal.sync.strategy import GlobalStep, LocalStep
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+Sum = Reduction | CompressedSum | LowRankSum
 
 
 class AllReduce(LockstepStrategy):
-    def __init__(self, num_pieces: int, exact: bool = True, round_size: int = 1):
-        super().__init__(num_pieces, round_size)
+    def __init__(
+        self,
+        num_pieces: int,
+        exact: bool = True,
+        round_size: int = 1,
+        packing: GradientPacking | None = None,
+    ):
+        super().__init__(num_pieces, round_size, packing)
         self.exact = exact
 
     def attach(
@@ -68,15 +79,24 @@ class AllReduce(LockstepStrategy):
         self.named = {n: p for n, p in model.named_parameters() if is_summed(p)}
         self.parameters = list(self.named.values())
         self.gradient_sum = PieceSum(self.rounds.own) if self.exact else None
-        self.buckets: GradientBuckets[Reduction] | None = None
+        if self._active is not None:
+            self.gradient_sum = RunningSum()
+        self.buckets: GradientBuckets[Sum] | None = None
         if mesh.data.num_ranks > 1:
-            self._tree = self.rounds.tree()
-            num_rows = self._tree.num_rows if self.exact else 1
+            codec = self.packing.name if self.packing else "none"
+            self._tree = self.rounds.tree() if self.packing is None else ranks_tree(mesh.data)
+            num_rows = self._tree.num_rows if self.exact and self.packing is None else 1
+            sizes = [(tuple(p.shape), p.itemsize, (p.dtype, p.device)) for p in self.parameters]
+            assigned = assign_packed(sizes, codec)
             buckets = [
-                make_bucket(indices, self.parameters, num_rows, self._tree.buffers)
-                for indices in assign_parameters(self.parameters)
+                make_bucket(b.indices, self.parameters, num_rows, self._tree.buffers, b.starts)
+                for b in assigned
             ]
             self.buckets = GradientBuckets(self.parameters, buckets, num_rows, self._start)
+            if self.packing is not None:
+                momenta = corrected_momenta(codec, optimizer)
+                self._corrects = bool(momenta)
+                self.packing.attach(mesh.data, list(self.named.items()), holding, assigned, momenta)
         if mesh.is_cut:
             first = mesh.data.rank == 0  # of the replicas, whose gradients are the same
             self._counted = [p for n, p in self.named.items() if first and holding.counts(n)]
@@ -108,6 +128,8 @@ class AllReduce(LockstepStrategy):
             self.buffers.begin()
             if self.buckets is not None:
                 self.buckets.begin()
+            if self.packing is not None:
+                self.packing.begin()
         if last and self.buckets is not None:
             # In a pipeline a gradient is complete only when the whole round is.
             self.buckets.arm(self.gradient_sum, early=self.round_size == 1)
@@ -124,7 +146,13 @@ class AllReduce(LockstepStrategy):
 
     def update(self, scale: float, check: bool = True) -> bool:
         alike = not self.mesh.is_cut  # replicas hold the same gradients, parts of one do not
-        return self.attached.update(self._gradients(), scale, check, self.attached.step, alike)
+        if self.packing is None or self.buckets is None:
+            return self.attached.update(self._gradients(), scale, check, self.attached.step, alike)
+        # What is not finite must not stay in what was not sent.
+        if not self.attached.update(self._gradients(), scale, True, self._step, alike):
+            return False
+        self.packing.commit()
+        return True
 
     def gradients(self) -> dict[str, list[Slice]]:
         present = {n: p.grad.to_dense() for n, p in self.named.items() if p.grad is not None}
@@ -133,7 +161,8 @@ class AllReduce(LockstepStrategy):
     @staticmethod
     def costs(layout: RankLayout) -> StepCosts:
         is_cut = layout.plan.cuts_model  # else every rank has the whole gradient, and its norm
-        memory = memory_of_parts(layout, _held_gradients(layout), _held_meanwhile(layout))
+        extra = added_up(_held_meanwhile(layout), residual_memory(layout))
+        memory = memory_of_parts(layout, _held_gradients(layout), extra)
         return StepCosts(layout.num_trained, memory, _sent(layout), agreement(layout, is_cut))
 
     def _end_round(self, last: bool) -> None:
@@ -152,14 +181,31 @@ class AllReduce(LockstepStrategy):
             return self.rounds.agree(local, [p.grad is not None for p in self.parameters])[0]
         self.buckets.send_rest()
         agreed, touched = self.rounds.agree(local, self.buckets.touched, self._finish_sums)
+        if self.packing is not None:
+            touched = self._with_late(touched)
         self.buckets.assign_gradients(touched)
         return agreed
 
     def _finish_sums(self) -> None:
         assert self.buckets is not None
         self.buckets.fold_rest()
-        for reduction in self.buckets.sent:
-            reduction.finish()
+        for reduction, bucket in zip(self.buckets.sent, self.buckets.buckets, strict=True):
+            sum_ = reduction.finish()
+            if sum_ is not bucket.rows[0]:
+                bucket.rows[0].copy_(sum_)
+
+    def _with_late(self, touched: list[bool]) -> list[bool]:
+        """With those of which something came that was not sent before. All ranks find the same."""
+        assert self.buckets is not None
+        found = touched[:]
+        for bucket in self.buckets.buckets:
+            for i, view in zip(bucket.indices, bucket.views[0], strict=True):
+                found[i] = touched[i] or bool(view.any())
+        return found
+
+    def _step(self) -> None:
+        with without_momentum(self.attached.optimizer) if self._corrects else _NOTHING:
+            self.attached.step()
 
     def _take_own_sums(self) -> None:
         """The sum over the pieces, all of which were this rank's."""
@@ -175,8 +221,13 @@ class AllReduce(LockstepStrategy):
             return _present(self.parameters)
         return (bucket.rows[0] for bucket in self.buckets.buckets)
 
-    def _start(self, bucket: GradientBucket) -> Reduction:
-        if self.exact:
+    def _start(self, bucket: GradientBucket) -> Sum:
+        if self.packing is not None:
+            assert self.buckets is not None
+            number = len(self.buckets.sent)
+            if number in self.packing.buckets:
+                return self.packing.sum(number, bucket.rows[0])
+        if self.exact or self.packing is not None:
             return self._tree.start(bucket.rows)
         return Reduction(bucket.rows[0], self.mesh.data.all_reduce(bucket.rows[0]))
 
@@ -198,6 +249,8 @@ def _present(parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
 def _sent(layout: RankLayout) -> list[Message]:
     if layout.num_replicas == 1:
         return []
+    if layout.plan.packed_codec != "none":
+        return packed_messages(layout)
     if layout.plan.sums == "ring":
         sizes = [sum(p.num_bytes for p in bucket) for bucket in layout.buckets]
         return [all_reduce_message("gradients", "data", sizes, layout)]
@@ -209,7 +262,7 @@ def _held_gradients(layout: RankLayout) -> Amount:
     """In buckets, which have a row for each subtree of this rank's rounds."""
     if layout.num_replicas == 1:
         return as_parameters(layout)
-    rows = len(layout.tree[layout.place.data]) if layout.plan.sums == "exact" else 1
+    rows = len(layout.tree[layout.place.data]) if sums_by_piece(layout) else 1
     words = "buckets" + (f" x {rows} subtrees" if rows > 1 else "")
     return Amount(layout.gradient_bytes * rows, words)
 
@@ -221,7 +274,7 @@ def _held_meanwhile(layout: RankLayout) -> Amount:
     sums = partial_sums(layout, num_sums)
     if layout.num_replicas == 1:
         return added_up(sums)
-    scatters = layout.plan.sums == "exact" and not any_order(layout.tree)
+    scatters = sums_by_piece(layout) and not any_order(layout.tree)
     rows = len(layout.tree[layout.place.data])
     window = min(WINDOW_BYTES, rows * layout.gradient_bytes) if scatters else 0
     in_flight = Amount(window, "what is under way" if window else "")

@@ -6,13 +6,16 @@ from shoal.comm.mesh import NO_REQUESTS, RankRequests
 from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule
 from shoal.parallel.layout import Slice
+from shoal.plans.keys import HALF_CODECS
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.fsdp import FullySharded
+from shoal.sync.gradient_packing import GradientPacking
 from shoal.sync.local import LocalSGD
 from shoal.sync.outer import OuterConfig
 from shoal.sync.server.local import LocalServerStrategy
 from shoal.sync.server.outer_client import OuterClient
+from shoal.sync.server.packing import GradientPacker
 from shoal.sync.server.strategy import ServerStrategy, WorkerOptions
 from shoal.sync.state import ShardedState
 from shoal.sync.strategy import Strategy
@@ -31,9 +34,12 @@ def strategy_class(plan: Plan) -> type[Strategy]:
 
 
 def make_strategy(
-    plan: Plan, num_steps: int, meets_after: Callable[[int], bool] = lambda step: True
+    plan: Plan,
+    num_steps: int,
+    meets_after: Callable[[int], bool] = lambda step: True,
+    loss_scale: Callable[[], float] = lambda: 1.0,
 ) -> Strategy:
-    """`meets_after` says after which steps the whole state is wanted."""
+    """`meets_after` says after which steps the whole state is wanted; `loss_scale` is of now."""
     chosen, exact, round_size = strategy_class(plan), plan.sums == "exact", plan.num_microbatches
     timetable = FragmentSchedule(plan.local_steps, plan.fragments, num_steps)
     rule = OuterConfig(*plan.outer_rates, make_codec(plan.codec)) if plan.has_anchor else None
@@ -49,16 +55,29 @@ def make_strategy(
         return LocalServerStrategy(plan.num_pieces, outer_client, exact)
     if chosen is ServerStrategy:
         options = options._replace(
-            checks=plan.precision == "fp16", codec=plan.codec, hosts=plan.hosts
+            checks=plan.precision == "fp16" or plan.codec not in ("none", *HALF_CODECS),
+            packing=_push_packing(plan, num_steps, loss_scale),
+            hosts=plan.hosts,
         )
         return ServerStrategy(plan.num_pieces, plan.staleness_bound, options)
     if chosen is LocalSGD:
         return LocalSGD(plan.num_pieces, timetable, exact, rule)
     if chosen is FullySharded:
         return FullySharded(plan.num_pieces, round_size)
+    packing = None
+    if plan.packed_codec != "none":
+        packing = GradientPacking(plan.codec, num_steps, loss_scale)
     if chosen is ZeroSharded:
-        return ZeroSharded(plan.num_pieces, scatter_each=plan.zero == 2, round_size=round_size)
-    return AllReduce(plan.num_pieces, exact, round_size)
+        return ZeroSharded(plan.num_pieces, plan.zero == 2, round_size, packing)
+    return AllReduce(plan.num_pieces, exact, round_size, packing)
+
+
+def _push_packing(
+    plan: Plan, num_steps: int, loss_scale: Callable[[], float]
+) -> GradientPacker | None:
+    if plan.codec == "none":
+        return None
+    return GradientPacker(plan.codec, plan.precision == "fp16", num_steps, loss_scale)
 
 
 def wait_for_parameters(strategy: Strategy) -> None:

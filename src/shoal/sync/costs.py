@@ -198,9 +198,14 @@ def sums_in_round(layout: RankLayout) -> int:
 def sums_in_step(layout: RankLayout, alone: bool) -> int:
     """Those that a step needs; if the rank is `alone`, the last one is the gradient."""
     in_round, rounds = sums_in_round(layout), len(layout.rounds)
-    if rounds == 1 or layout.plan.sums != "exact":
-        return in_round
+    if rounds == 1 or not sums_by_piece(layout):
+        return in_round + (rounds > 1 and layout.plan.packed_codec != "none")
     return in_round + most_sums(rounds) - (alone and not in_round)
+
+
+def sums_by_piece(layout: RankLayout) -> bool:
+    """Whether pieces are added in one order for all numbers of ranks; a codec packs a rank's."""
+    return layout.plan.sums == "exact" and layout.plan.packed_codec == "none"
 
 
 def most_sums(num_terms: int) -> int:

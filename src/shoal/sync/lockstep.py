@@ -9,6 +9,7 @@ from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.parallel.layout import WHOLE, LocalLayout
+from shoal.sync.gradient_packing import GradientPacking
 from shoal.sync.rounds import AttachedModel
 from shoal.sync.state import ShardedState, StateSource
 from shoal.sync.strategy import ServerLink
@@ -20,8 +21,10 @@ class LockstepStrategy:
     in_lockstep = True
     servers: ServerLink | None = None
 
-    def __init__(self, num_pieces: int, round_size: int = 1):
-        self.num_pieces, self.round_size = num_pieces, round_size
+    def __init__(
+        self, num_pieces: int, round_size: int = 1, packing: GradientPacking | None = None
+    ):
+        self.num_pieces, self.round_size, self.packing = num_pieces, round_size, packing
 
     def attach(
         self,
@@ -38,16 +41,34 @@ class LockstepStrategy:
         self.rounds, self.buffers = self.attached.rounds, self.attached.rounds.buffers
 
     def state_dict(self) -> ShardedState:
-        return self.attached.state().state_dict()
+        state = self.attached.state().state_dict()
+        if (packing := self._active) is None:
+            return state
+        tensors, plain = packing.state()
+        return state._replace(tensors=state.tensors | tensors, plain=state.plain | plain)
 
     def load_state_dict(self, source: StateSource, step: int) -> None:
         self.attached.load_state_dict(source)
+        if (packing := self._active) is not None:
+            packing.load(source, step)
 
     def newcomer_step(self) -> int:
         return 0
 
     def newcomer_state(self) -> ShardedState:
-        return self.state_dict()
+        """Without what packing has not sent, which each replica has its own of."""
+        state, packing = self.attached.state().state_dict(), self._active
+        if packing is None:
+            return state
+        tensors, plain = state.tensors | packing.shared(), state.plain | packing.plain
+        return state._replace(tensors=tensors, plain=plain)
 
     def join(self, source: StateSource, step: int) -> None:
-        self.load_state_dict(source, step)
+        self.attached.load_state_dict(source)
+        if (packing := self._active) is not None:
+            packing.join(source, step)
+
+    @property
+    def _active(self) -> GradientPacking | None:
+        """None also where there is no other replica to send anything to."""
+        return self.packing if self.mesh.data.num_ranks > 1 else None

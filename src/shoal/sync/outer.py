@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collectives import Group, drain_deadline
-from shoal.comm.compression import Codec, CompressedMean, share_bounds
+from shoal.comm.compression import Codec, CompressedSum, share_bounds
 from shoal.comm.reduce import Reduction, TreeReduce
 from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule, split_fragments
@@ -64,7 +64,7 @@ class FlatFragment:
         self.owed: Tensor | None = None  # not sent yet of this rank's share of the mean
         self.share: range | None = None
         self.sent: Tensor | None = None  # the weights, while they are under way
-        self._reduction: CompressedMean | Reduction | None = None
+        self._reduction: CompressedSum | Reduction | None = None
         self._is_folded = False
         self._mean: Tensor | None = None  # that came, and does not count yet
         self._dropped: tuple[Tensor, Tensor] | None = None  # by its packing: of the own, of it
@@ -76,7 +76,7 @@ class FlatFragment:
         if self.rule.codec is None:
             return
         cuts = share_bounds(self.anchor.numel(), self.rule.codec.block, group.num_ranks)
-        share = range(cuts[group.rank], cuts[group.rank + 1])
+        self._cuts, share = cuts, range(cuts[group.rank], cuts[group.rank + 1])
         if self.share != share:
             self.share, self.owed = share, self.anchor.new_zeros(len(share), dtype=self.dtype)
 
@@ -94,7 +94,14 @@ class FlatFragment:
         else:
             assert self.residual is not None and self.owed is not None
             gradient += self.residual
-            self._reduction = CompressedMean(self.group, self.rule.codec, gradient, self.owed)
+            self._reduction = CompressedSum(
+                self.group,
+                self.rule.codec,
+                gradient,
+                self.owed,
+                self._cuts,
+                divide_by=self.group.num_ranks,
+            )
         self._is_folded = False
 
     def fold(self) -> None:
@@ -109,8 +116,10 @@ class FlatFragment:
         self.fold()
         assert self._reduction is not None
         self._mean = self._reduction.finish().to(self.dtype)
-        if isinstance(self._reduction, CompressedMean):
-            self._dropped = self._reduction.residual, self._reduction.mean_residual
+        if isinstance(self._reduction, CompressedSum):
+            residual, owed = self._reduction.residual, self._reduction.sum_residual
+            assert residual is not None and owed is not None
+            self._dropped = residual, owed
         else:
             self._mean.div_(self.group.num_ranks)
         self._reduction = None

@@ -10,18 +10,21 @@ Read next: `costs.py`, for what a `RankLayout` is asked for; `cost/explain.py`, 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from shoal.comm.buckets import BUCKET_BYTES, assign_buckets
+from shoal.comm.tree import Block
 from shoal.data.split import share
+from shoal.numerics.codecs import packs
 from shoal.numerics.norms import num_blocks
 from shoal.parallel import zero_layout
 from shoal.parallel.layout import blocks_of_rank
 from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
 from shoal.plans.plan import Plan
+from shoal.sync.gradient_packing import PackedBucket, assign_packed
 from shoal.sync.rounds import blocks_by_rank
 
 if TYPE_CHECKING:
@@ -121,6 +124,12 @@ class PlanFacts:
         return sum(rank.counted_blocks() for rank in self.ranks)
 
 
+@lru_cache(maxsize=64)
+def _tree(num_rounds: int, num_replicas: int, num_terms: int = 1) -> list[list[Block]]:
+    """The same for all ranks of a plan, and for many plans."""
+    return blocks_by_rank(num_rounds, num_replicas, num_terms)
+
+
 class RankLayout:
     """One rank of a plan: its place, its rounds, its part of the model."""
 
@@ -130,8 +139,8 @@ class RankLayout:
         size, num_replicas = self.plan.num_microbatches, self.num_replicas
         self.num_rounds = self.plan.num_pieces // size
         self.rounds = share(self.place.data, num_replicas, self.num_rounds)
-        self.tree = blocks_by_rank(self.num_rounds, num_replicas)
-        self.piece_tree = blocks_by_rank(self.num_rounds, num_replicas, size)
+        self.tree = _tree(self.num_rounds, num_replicas)
+        self.piece_tree = _tree(self.num_rounds, num_replicas, size)
 
     @property
     def num_replicas(self) -> int:
@@ -177,10 +186,18 @@ class RankLayout:
         return [[self.trained[i] for i in bucket] for bucket in dealt]
 
     @cached_property
+    def packed_buckets(self) -> list[PackedBucket]:
+        """The same, if gradients are packed."""
+        sizes = [(p.shape, p.dtype.itemsize, p.dtype) for p in self.trained]
+        return assign_packed(sizes, self.plan.packed_codec)
+
+    @cached_property
     def flat_buffers(self) -> list[zero_layout.FlatBuffer]:
         """The flat buffers of zero=1 and 2."""
         sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in self.trained]
-        return zero_layout.lay_out_buffers(sizes, self.num_replicas, self.facts.is_element_wise)
+        may_cut, codec = self.facts.is_element_wise, self.plan.packed_codec
+        packed = [codec != "none" and packs(codec, p.shape, p.dtype.itemsize) for p in self.trained]
+        return zero_layout.lay_out_buffers(sizes, self.num_replicas, may_cut, packed)
 
     @cached_property
     def segments(self) -> list[zero_layout.FlatSegment]:

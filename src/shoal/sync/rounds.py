@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import TreeReduce
-from shoal.comm.shared_all_gather import SharedAllGather, open_shared_all_gather
 from shoal.comm.tree import Block, blocks_of
 from shoal.data.split import shares
 from shoal.numerics.norms import scale_all
@@ -25,7 +25,7 @@ from shoal.sync.buffers import BufferMeans
 from shoal.sync.named_parts import add_up
 from shoal.sync.replicas import MergedReplicas
 from shoal.sync.state import OptimizedPart, ParameterRun, StateSource, TrainState
-from shoal.sync.step_metadata import StepMetadata, metadata_lengths
+from shoal.sync.step_metadata import StepMetadata
 from shoal.sync.strategy import GlobalStep, LocalStep
 
 
@@ -35,6 +35,11 @@ def blocks_by_rank(
     """The subtrees that each replica's rounds are, of `num_terms` each in the sum. Pure."""
     dealt = shares(num_rounds, num_ranks, counts)
     return [blocks_of(range(s.start * num_terms, s.stop * num_terms)) for s in dealt]
+
+
+def ranks_tree(group: Group) -> TreeReduce:
+    """Sums with one term of each rank."""
+    return TreeReduce(group, blocks_by_rank(group.num_ranks, group.num_ranks))
 
 
 def most_rounds(num_rounds: int, num_ranks: int) -> int:
@@ -51,16 +56,6 @@ class ReplicaRounds:
         self.pieces = range(self.own.start * round_size, self.own.stop * round_size)
         tree = self.tree(round_size) if mesh.data.num_ranks > 1 else None
         self.buffers = BufferMeans(model, self.pieces, num_pieces, tree)
-        self.board: SharedAllGather | None = (
-            None  # on which the ranks agree, if they were given one
-        )
-
-    def agree_in_memory(self, num_parameters: int) -> None:
-        """Agree in memory from now on if all ranks are of one host. Every rank must reach this."""
-        lengths = metadata_lengths(
-            self.num_pieces, self.mesh.num_ranks, num_parameters, len(self.buffers)
-        )
-        self.board = open_shared_all_gather(self.mesh.data, sum(map(sum, lengths)))
 
     def tree(self, num_terms: int = 1) -> TreeReduce:
         """The sum over the rounds of all, or over `num_terms` of each."""
@@ -76,7 +71,7 @@ class ReplicaRounds:
         `meanwhile` is done while the message is under way. Every rank must reach this.
         """
         counts = self.num_pieces, len(touched), len(self.buffers)
-        metadata = StepMetadata(self.mesh, *counts, self.board)
+        metadata = StepMetadata(self.mesh, *counts)
         metadata.fill(self.pieces, local, touched, self.buffers.num_changes)
         arrival = metadata.start(self.device)
         meanwhile()

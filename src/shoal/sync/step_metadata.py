@@ -16,7 +16,6 @@ from torch import Tensor
 
 from shoal.comm.collectives import Pending
 from shoal.comm.mesh import Mesh, RankRequests
-from shoal.comm.shared_all_gather import SharedAllGather
 from shoal.data.ledger import add_marks
 from shoal.sync.named_parts import gather_parts
 from shoal.sync.strategy import GlobalStep, LocalStep
@@ -31,17 +30,8 @@ def metadata_lengths(
 
 
 class StepMetadata:
-    """`board` is where ranks of one host tell each other, if there is one."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        num_pieces: int,
-        num_parameters: int,
-        num_buffers: int,
-        board: SharedAllGather | None = None,
-    ):
-        self._mesh, self._num_pieces, self._board = mesh, num_pieces, board
+    def __init__(self, mesh: Mesh, num_pieces: int, num_parameters: int, num_buffers: int):
+        self._mesh, self._num_pieces = mesh, num_pieces
         lengths = metadata_lengths(num_pieces, mesh.num_ranks, num_parameters, num_buffers)
         self._of_all, self._of_part = lengths
 
@@ -63,8 +53,8 @@ class StepMetadata:
         self._numbers = [*chain(*parts), *touched, *num_changes]
 
     def start(self, device: torch.device) -> Pending:
-        if self._board is not None:
-            self._numbers = [*map(sum, zip(*self._board.gather(self._numbers), strict=True))]
+        if self._mesh.data.shares_memory and not self._mesh.is_cut:
+            self._numbers = self._mesh.data.sum_numbers(self._numbers)
             return Pending()
         flat = torch.tensor(self._numbers, dtype=torch.float64, device=device)
         pending = self._reduce(flat)

@@ -8,9 +8,10 @@
 A new codec gives that one fixture and inherits the tests. They are about what strategies rely on:
 sizes that follow from the number of elements, the same bytes on every rank, a residual that brings
 back in time what a step drops and, if the codec says `is_separable`, blocks that may be encoded
-apart. Cost: milliseconds.
+apart; nothing that is not finite is hidden. Cost: milliseconds.
 """
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -62,6 +63,24 @@ class CodecConformance:
         shares = [flat[a:b] for a, b in pairwise(bounds)]
         apart = torch.cat([codec.encode(share) for share in shares if len(share)])
         assert torch.equal(apart, codec.encode(flat))
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_what_is_not_finite_is_not_hidden(self, codec: Codec, bad: float) -> None:
+        """Or it would stay in a residual, and ranks would make a step on it."""
+        flat = vector(1000)
+        flat[3] = bad
+        assert not codec.decode(codec.encode(flat), 1000).isfinite().all()
+
+    @pytest.mark.parametrize("num_elements", LENGTHS)
+    def test_what_is_sent_and_what_is_dropped_make_the_vector(
+        self, codec: Codec, num_elements: int
+    ) -> None:
+        flat = vector(num_elements)
+        encoded, residual = encode_with_residual(codec, flat)
+        came = codec.decode(encoded, num_elements)
+        last_bits = 2**-23 * torch.maximum(came.abs(), flat.abs())
+        assert bool(((came + residual - flat).abs() <= last_bits).all())
+        assert float(residual.norm()) < float(flat.norm()), "packing brings it no nearer"
 
     def test_zeros_stay_zeros(self, codec: Codec) -> None:
         decoded = codec.decode(codec.encode(torch.zeros(100)), 100)

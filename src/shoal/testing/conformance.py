@@ -43,6 +43,7 @@ UNEVEN = [4, 2, 5, 3, 6, 2]
 WITH_EMPTY = [4, 3, 5, 2, 4, 0]  # as the last batch of an epoch may be
 RARE_PIECE = 2  # the only one to use the parameter `rare`
 NUM_STEPS = 6
+WIDTH = 40  # of matrices that a codec packs
 
 Factory = Callable[[int], Strategy]
 
@@ -50,20 +51,20 @@ Factory = Callable[[int], Strategy]
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 8, bias=False), nn.Linear(8, 8)])
-        self.norm = nn.BatchNorm1d(8)
-        self.tied = nn.Linear(8, 8, bias=False)
+        self.blocks = nn.ModuleList([nn.Linear(6, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)])
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
         self.tied.weight = self.blocks[1].weight  # type: ignore[assignment]
-        self.head = nn.Linear(8, 1)
-        self.unused = nn.Parameter(torch.ones(3))
-        self.rare = nn.Parameter(torch.ones(8))
-        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, 8), requires_grad=False)
+        self.head = nn.Linear(WIDTH, 1)
+        self.unused = nn.Parameter(torch.ones(3, WIDTH, WIDTH))
+        self.rare = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        self.frozen = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=False)
 
     def forward(self, x: Tensor, with_rare: bool) -> Tensor:
         x = F.relu(self.norm(self.blocks[0](x)))
         x = F.dropout(self.blocks[1](x), 0.3, self.training)
         x = self.tied(F.relu(x)) * self.frozen
-        out: Tensor = self.head(x * self.rare if with_rare else x)
+        out: Tensor = self.head(x * self.rare.diagonal() if with_rare else x)
         return out
 
 
@@ -281,7 +282,7 @@ class _MessageCounter:
 
     def __init__(self, monkey: pytest.MonkeyPatch):
         self.count = 0
-        for name in ("all_reduce", "all_to_all", "all_gather_shards"):
+        for name in ("all_reduce", "all_to_all", "all_gather_shards", "_numbers_in_memory"):
             monkey.setattr(Group, name, self._counted(getattr(Group, name)))
 
     def _counted(self, method: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.data.batches import Batches
 from shoal.errors import PlanError, RecipeError
+from shoal.numerics.codecs import packs
 from shoal.numerics.compiled import compiled_in
 from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
 from shoal.numerics.precision import PrecisionSchedule
@@ -41,13 +42,7 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
     """Build the model and look at what the plan will do to it."""
     batches = make_batches(run, plan.num_pieces)  # says what is wrong with the data
     model = run.make_model()
-    _refuse_whole_tensors(run, plan, model)
-    _refuse_tables_that_shrink(plan, model)
-    _refuse_tables(run, plan, model)
-    _refuse_too_many_fragments(plan, model)
-    _refuse_complex(plan, model)
-    _refuse_compiled(plan, model)
-    _refuse_cut_weights(plan, model)
+    refuse_unfit(run, plan, model)
     _lay_flat(plan, model)
     model.train()
     seeds = PieceSeeds(model, run.seed, by_block=run.step is None)
@@ -68,6 +63,18 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
     found = survey(model, plan, forwards, seeds, run.cuts)
     batches.close()  # a stream may have threads, and ranks are forked from here
     return BuiltModel(model, seeds, found)
+
+
+def refuse_unfit(run: Run, plan: Plan, model: nn.Module) -> None:
+    """Refuse what a model says of a plan before a forward runs."""
+    _refuse_whole_tensors(run, plan, model)
+    _refuse_tables_that_shrink(plan, model)
+    _refuse_tables(run, plan, model)
+    _refuse_too_many_fragments(plan, model)
+    _refuse_complex(plan, model)
+    _refuse_compiled(plan, model)
+    _refuse_idle_codec(plan, model)
+    _refuse_cut_weights(plan, model)
 
 
 def _examples(batches: Batches, plan: Plan) -> list[tuple[int, int]]:
@@ -105,6 +112,24 @@ def _refuse_complex(plan: Plan, model: nn.Module) -> None:
                 f"{names[0]} is complex, and {key}={getattr(plan, key)} {why}. Leave out {key}, or "
                 "train real and imaginary parts as two parameters."
             )
+
+
+def _refuse_idle_codec(plan: Plan, model: nn.Module) -> None:
+    """A codec that makes no gradient smaller has no effect. Servers and outer steps pack all
+    parameters together, so small ones too."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    codec = plan.packed_codec
+    if codec == "none" or any(packs(codec, p.shape, p.itemsize) for p in trained.values()):
+        return
+    name, largest = max(
+        trained.items(), key=lambda item: item[1].numel(), default=("nothing", None)
+    )
+    shape = "" if largest is None else f", of the shape {list(largest.shape)}"
+    raise PlanError(
+        f"codec={codec} has no effect: it makes no gradient of this model smaller. Tensors below "
+        f"1,024 elements are sent as they are, and so is what would take as many bytes packed; the "
+        f"largest is {name}{shape}. Leave codec out."
+    )
 
 
 def _refuse_compiled(plan: Plan, model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from shoal.comm.tree import PieceSum, Values, total
 from shoal.data.batches import Batch, Piece
 from shoal.data.split import shares
 from shoal.errors import GroupLost, ShoalError, found_in
+from shoal.events.tracing import TRACER
 from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import ParallelModel
@@ -104,11 +105,12 @@ class PieceRunner:
             return
         self.seeds.enter(batch.step, index, phase.number)
         with self.watching(phase) as around_forward:
-            with around_forward, self.arithmetic():
+            with TRACER.span("forward"), around_forward, self.arithmetic():
                 goal = self._goal(phase, piece)
             named = [p for name in phase.of for p in self._parameters[name]]
             inputs = [p for p in named if p.requires_grad] or None  # a callback may freeze some
-            goal.tensor.backward(self.start(goal, piece, batch.num_samples), inputs=inputs)
+            with TRACER.span("backward"):
+                goal.tensor.backward(self.start(goal, piece, batch.num_samples), inputs=inputs)
         self.watched.add(phase.name)
         tally.add(goal.tensor.detach(), goal.weight, goal.is_mean, goal.parts)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shoal.errors import GroupLost, UsageError, nearest
 from shoal.events.images import write_image
 from shoal.logs import warn_once
+from shoal.numerics.optimizers import begin_momentum
 from shoal.parallel.fsdp import held_parameters
 from shoal.plans.plan import Plan
 from shoal.sync.choose import wait_for_parameters
@@ -176,6 +177,7 @@ class TrainingControl(ABC):
         """Train the parameters whose names match again."""
         for p in self._matching(pattern):
             p.requires_grad_(True)
+        begin_momentum(self.optimizer)
 
     def _matching(self, pattern: str) -> list[nn.Parameter]:
         named = dict(self.model.named_parameters())

@@ -80,6 +80,14 @@ def loads_by_itself(path: "PathOrUrl") -> bool:
     return (local / CONFIGURATION).is_file() or _program_at(local) is not None
 
 
+def holds_model(path: "PathOrUrl") -> bool:
+    """Whether a path holds a program or quantised weights, and no weights for a recipe's model."""
+    local = local_path(path)
+    if local is None:
+        return False
+    return _program_at(local) is not None or quantized_file(local) is not None
+
+
 def _program_at(path: Path) -> Path | None:
     """The program that a path names, itself or in a directory that holds nothing else."""
     if path.suffix == ".pt2":

@@ -25,11 +25,12 @@ SETTABLE = (
 )
 
 KEEPS_NOTHING = "SHOAL_KEEPS_NOTHING"  # set for ranks of which some do not see the checkpoints
+AUTO = "auto"  # in place of a plan: the best that is found
 DEFAULT_KEEP = "last=2"  # checkpoints, if nothing else is asked for
 WhichData = Literal["evaluate", "train"]  # of a Run, to measure a trained model on
 # What a run remembers in run.json, and resumes with if it is not given again.
 REMEMBERED = (
-    *("keep", "checkpoints", "tensorboard", "new_data", "replay"),
+    *("keep", "checkpoints", "tensorboard", "track", "new_data", "replay"),
     *("begin_from", "take", "partial"),
 )
 
@@ -50,7 +51,11 @@ class StartOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     new_data_missed: list[int] | None = None
     replay: float | None = None
     tensorboard: bool = False
+    track: str | None = None
+    trace: str | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     begun: dict[str, Any] | None = None  # what run.json says of a run that is resumed
+    anyway: bool = False  # also if it cannot fit in memory
     spans: bool = False  # several hosts, whose first weights must be equal
 
 

@@ -184,7 +184,7 @@ class Run:
 
     def meets_after(self, step: int) -> bool:
         """Whether the whole state is wanted after `step`: to be evaluated, to be saved."""
-        saves = self.saves_every is not None and step % self.saves_every == 0
+        saves = self.saves_every is not None and next_due(step - 1, self.saves_every) == step
         return saves or self.evaluates_after(step) or step == self.num_steps()
 
     @property
@@ -239,6 +239,11 @@ class Run:
             )
         use_fused_kernels(optimizer, weights_of(tables_of(model).values()))
         return optimizer
+
+
+def next_due(step: int, every: int) -> int:
+    """The first step after `step` at which what is done every so many steps is due. Pure."""
+    return step - step % every + every
 
 
 def _refuse_on_stream(run: Run) -> None:

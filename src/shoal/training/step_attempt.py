@@ -13,20 +13,22 @@ Read next: `trainer.py`, which commits the step.
 
 import math
 from collections.abc import Sequence
-from time import perf_counter
+from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm.clocks import clock_offset
+from shoal.comm.flight_recorder import RECORDER
 from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
-from shoal.comm.shared_all_gather import SharedAllGather, open_shared_all_gather
 from shoal.comm.wire import digest_number
 from shoal.data.batches import Piece
 from shoal.errors import AgreementLost, RecipeError
 from shoal.events.meters import split_times
 from shoal.events.step import PhaseHook, StepInfo, Times
+from shoal.events.tracing import TRACER
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.numerics.norms import clip_factor
@@ -71,20 +73,17 @@ class Phases:
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.parameters = parameters_by_name(optimizer)
-        self._board: SharedAllGather | None = None
 
     def settle(self, mesh: Mesh) -> None:
-        """Work in this mesh from now on. Every rank must call it."""
+        """Work in this mesh from now on."""
         self._mesh = mesh
-        self._board = open_shared_all_gather(mesh.world, 1) if mesh.num_ranks > 1 else None
 
     def meet(self, step: int, what: str) -> None:
         """All ranks are about to do the same. Every rank must call it."""
         if self._mesh.num_ranks == 1:
             return
         own, world = digest_number([f"{step} {what}".encode()]), self._mesh.world
-        gather = world.all_gather_numbers if self._board is None else self._board.gather
-        digests = [row[0] for row in gather([own])]
+        digests = [row[0] for row in world.all_gather_numbers([own])]
         pair = first_unlike_pair(digests, range(world.num_ranks))
         if pair is not None:
             told = {"what comes next": f"{what} (of step {step + 1})"}
@@ -155,13 +154,15 @@ class StepAttempt:
         tally.busy_s = perf_counter() - started
         tally.digest = trainer.consistency.digest(trainer.step)
         self._asked_in, exchange = trainer.mesh, trainer.strategy.exchange
-        agreed = check_agreed(exchange(tally, trainer.run.clip is not None), trainer.plan)
+        with TRACER.span("exchange"):
+            agreed = check_agreed(exchange(tally, trainer.run.clip is not None), trainer.plan)
         exchanged = perf_counter()
         faultpoint("step.exchanged", trainer.step)
         refuse_other_samples(trainer.batches.source, batch, agreed, trainer.plan)
         if trainer.consistency.verify(agreed.digests, trainer.step):
             return None  # what the step was computed with was corrupted here or elsewhere
-        norm = self._update(agreed, phase)
+        with TRACER.span("update"):
+            norm = self._update(agreed, phase)
         if norm is None:
             if not trainer.loss_scale.overflow():
                 alike = trainer.strategy.in_lockstep  # and so every rank finds the same
@@ -187,11 +188,13 @@ class StepAttempt:
         rounds, load = trainer.runner.rounds, batch.piece if phase is PLAIN else self._piece
         for number, indices in enumerate(rounds):
             asked = perf_counter()
-            pieces = [load(index) for index in indices]
+            with TRACER.span("load"):
+                pieces = [load(index) for index in indices]
             data_s += perf_counter() - asked
             tally.count_samples(pieces, trainer.batches.source)
             WORK.done += 1
-            with trainer.strategy.microbatch(number == 0, number == len(rounds) - 1):
+            around = trainer.strategy.microbatch(number == 0, number == len(rounds) - 1)
+            with TRACER.span(_pieces_in_words(indices)), around:
                 trainer.runner.round(batch, phase, indices, pieces, tally)
         return data_s
 
@@ -254,8 +257,22 @@ class StepAttempt:
             0 if loaded is None else batch.num_samples - loaded,
             ranks=tuple(busy_s),
             parts=parts,
+            time=time(),
         )
         return MadeStep(info, self._agreed, self._asked, self._asked_in, busy_s)
+
+
+def begin_traced_step(trainer: "Trainer") -> None:
+    """Put what the next step does on record; if it is the first to be traced, compare clocks.
+
+    Every rank must call it. Without lockstep ranks are not together here, and their clocks were
+    compared when the group formed.
+    """
+    step = trainer.step + 1
+    RECORDER.step = step
+    if TRACER.steps and step == TRACER.steps[0] and trainer.strategy.in_lockstep:
+        TRACER.offset_s = clock_offset(trainer.mesh.world)
+    TRACER.begin_step(step)
 
 
 class _KeptPiece:
@@ -270,6 +287,10 @@ class _KeptPiece:
     @property
     def is_written(self) -> bool:
         return [tensor._version for tensor in self._tensors] != self._versions
+
+
+def _pieces_in_words(indices: range) -> str:
+    return f"piece {indices[0]}" if len(indices) == 1 else f"pieces {indices[0]} to {indices[-1]}"
 
 
 def _asked(trainer: "Trainer") -> RankRequests:

@@ -17,9 +17,11 @@ from typing import Any, Self
 from torch import Tensor
 
 from shoal.checkpoint.export import canonical_tensors, gather_model
+from shoal.comm.clocks import clock_offset
 from shoal.comm.mesh import Axes, Check, Mesh, Seat, accept
 from shoal.errors import GroupLost, UsageError
 from shoal.events.step import Hook, StepInfo
+from shoal.events.tracing import TRACER
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.numerics.offload import offload_state
@@ -42,8 +44,8 @@ from shoal.training.own_loop import CustomLoop, LoopAction
 from shoal.training.progress import RankProgress
 from shoal.training.rank_check import facts_of, refuse_unlike
 from shoal.training.resizing import pause_for_resize, plan_in
-from shoal.training.run import Run, call_model, make_batches
-from shoal.training.step_attempt import Phases, StepAttempt
+from shoal.training.run import Run, call_model, make_batches, next_due
+from shoal.training.step_attempt import Phases, StepAttempt, begin_traced_step
 from shoal.training.sync_state import sync_state
 
 
@@ -75,9 +77,10 @@ class Trainer:
         self.callbacks = CallbackRunner(run, TrainerControl(self))
         self.loop = loop or (CustomLoop(recovers=False) if self.callbacks else None)
         self.state = LoopState.of(self.callbacks)  # that the loop keeps
-        self.strategy = make_strategy(plan, run.num_steps(), run.meets_after)
-        self.consistency = Consistency(run.check_every, seat.emit)
         self.loss_scale, self.progress = LossScale(plan.precision), RankProgress()
+        scale = self.loss_scale
+        self.strategy = make_strategy(plan, run.num_steps(), run.meets_after, lambda: scale.value)
+        self.consistency = Consistency(run.check_every, seat.emit)
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
         self._is_over = False  # all have ended
@@ -196,7 +199,7 @@ class Trainer:
                 if self.loop is not None:
                     self.loop.joins_in(self, LoopAction.EVALUATE, len(source))
                 self.runner.follow(self.step)
-                with swapped_weights(self.model, weights or {}):
+                with TRACER.span("evaluate"), swapped_weights(self.model, weights or {}):
                     answer = measure(self.run, self.runner, source, self.mesh)
                 found.evaluations.append(answer)
                 found.past_evaluations = self.step, found.evaluations
@@ -256,6 +259,8 @@ class Trainer:
         self.take_place(mesh)
         if self.run.step is not None:
             self.phases.settle(mesh)
+        if TRACER.steps:
+            TRACER.offset_s = clock_offset(mesh.world)
         self.progress, took_over = sync_state(self)
         if took_over:
             self._unseen, self._num_heard = self.last_info, 0
@@ -283,7 +288,9 @@ class Trainer:
     def _try_step(self) -> None:
         """Make the next step, or find that it must be tried again."""
         faultpoint("step.begin", self.step)
-        made = StepAttempt(self).make()
+        begin_traced_step(self)
+        with TRACER.span(f"step {self.step + 1}", "step"):
+            made = StepAttempt(self).make()
         if made is None:
             return
         self.progress.step, self.progress.phases = self.step + 1, []  # committed
@@ -312,6 +319,7 @@ class Trainer:
 
     def _finish(self, leaves: bool = False) -> bool:
         """Save the end and wait for the others; raises GroupLost if one of them was lost."""
+        faultpoint("run.ending", self.step)
         if self.loop is not None:
             self.loop.ends(self, leaves)
             self.progress.ended = self.step < self.num_steps and not self.stopped
@@ -329,7 +337,7 @@ class Trainer:
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is made after the last step: it is time to, or was asked for."""
         every = self.run.saves_every
-        is_due = every is not None and step % every == 0
+        is_due = every is not None and next_due(step - 1, every) == step
         return is_due or bool(self.callbacks.control.tags)
 
     def save_if_due(self) -> bool:
@@ -346,11 +354,15 @@ class Trainer:
             told = info._replace(evaluation=self.evaluate(self.run.evaluate))
             info = self._unseen = self.progress.last_info = told
         if self.loop is None:  # or else when the body of the loop has run
-            self.save_if_due()
+            with TRACER.span("save", "save"):
+                self.save_if_due()
         elif self.callbacks:
             info = self.progress.last_info = self.callbacks.after_step(info)
         self._unseen = None
         self.consistency.release()
-        for hook in (*self.hooks, self.seat.stepped):
-            hook(info)
+        with TRACER.span("hooks"):
+            for hook in (*self.hooks, self.seat.stepped):
+                hook(info)
+        for spans in TRACER.take(self.mesh.rank) if TRACER.steps else ():
+            self.seat.emit(spans)
         return info

@@ -15,7 +15,7 @@ _NAMES = {
     "stop-timeout": "stop_timeout_s",
     "join-timeout": "join_timeout_s",
     **{name: name for name in ("plan", "ranks", "checkpoints", "keep", "take", "replay")},
-    **{name: name for name in ("spares", "listen", "on")},
+    **{name: name for name in ("spares", "listen", "on", "track", "trace")},
     **{name: name for name in ("space", "trials", "metric", "sampler", "pruner", "parallel")},
     "storage": "storage",
     "new-data": "new_data",

@@ -7,7 +7,6 @@ the last twentieth the value. Pure, but for `RecordReader`, which reads a trial'
 """
 
 import math
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.storage.decoding import try_decode_json
+from shoal.storage.line_tail import LineTail
 from shoal.storage.run_dir import RUN
 from shoal.training.goal import Goal
 
@@ -71,15 +71,15 @@ class RecordReader:
     def __init__(self, run_dir: Path, goal: Goal, *, evaluates: bool):
         self._goal, self._evaluates, self._run_json = goal, evaluates, run_dir / RUN
         self._num_steps = 0  # until the run has begun
-        self._steps = _LinesOf(run_dir / "metrics.jsonl")
-        self._events = _LinesOf(run_dir / "events.jsonl")
+        self._steps = LineTail(run_dir / "metrics.jsonl")
+        self._events = LineTail(run_dir / "events.jsonl")
         self._losses: dict[int, TrialStep] = {}
         self._evaluations: dict[int, float] = {}
         self.last = TrialStep()
 
     def reports(self) -> list[TrialReport]:
         """All reports so far, in the order of their steps."""
-        lines, is_anew = self._steps.more()
+        lines, is_anew = _lines(self._steps)
         if is_anew:
             self._losses, self.last = {}, TrialStep()
         for line in lines:
@@ -90,7 +90,7 @@ class RecordReader:
         if not self._evaluates:
             num_steps = self.num_steps() if self._losses else 0
             return reports_of_losses(self._losses.values(), num_steps) if num_steps else []
-        for line in self._events.more()[0]:
+        for line in _lines(self._events)[0]:
             found = try_decode_json(line, TrialEvaluation)
             if found and found.event == "evaluated" and self._goal.metric in found.evaluation:
                 value = found.evaluation[self._goal.metric]
@@ -112,24 +112,14 @@ class _StepsOf(msgspec.Struct, frozen=True):
     num_steps: int = 0
 
 
-class _LinesOf:
-    """The whole lines that were added to a file since the last time."""
-
-    def __init__(self, path: Path):
-        self._path, self._read, self._inode = path, 0, 0
-
-    def more(self) -> tuple[list[bytes], bool]:
-        """New lines, and whether the file is another one now, which is read from its begin."""
-        try:
-            with open(self._path, "rb") as file:
-                now = os.fstat(file.fileno())
-                is_anew = now.st_ino != self._inode or now.st_size < self._read
-                if is_anew:
-                    self._inode, self._read = now.st_ino, 0
-                file.seek(self._read)
-                content = file.read()
-        except FileNotFoundError:
-            return [], False
-        whole = content[: content.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return whole.splitlines(), is_anew
+def _lines(tail: LineTail) -> tuple[list[bytes], bool]:
+    """New lines, and whether the file is another one now, which is read from its begin."""
+    lines: list[bytes] = []
+    is_anew = False
+    while True:
+        block, replaced = tail.more()
+        if replaced:
+            lines, is_anew = [], True
+        if not block:
+            return lines, is_anew
+        lines += block.splitlines()

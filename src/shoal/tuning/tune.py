@@ -219,7 +219,7 @@ def _read_space(given: Any) -> AnySpace | str:
 def _checked(options: StudyOptions, space: AnySpace | str) -> int:
     """Refuse what makes no sense, before anything is made; the number of trials."""
     if options.plan is not None:
-        Plan.parse(options.plan).refuse_missing()
+        Plan.parse(options.plan)
     num_kept(options.keep)
     if options.sampler == "grid":
         size = grid_size(space)

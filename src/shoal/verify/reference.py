@@ -8,7 +8,7 @@ plain torch. How pieces and replicas are combined is written a second time, on p
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,15 +28,13 @@ from shoal.training.custom_step import PLAIN, Phase, StepBatch, parameters_by_na
 from shoal.training.diagnostics import no_weight_error
 from shoal.training.progress import PhaseResult
 from shoal.training.run import Run, call_model, make_batches, objective, objective_of
+from shoal.verify.reference_codec import make_exchange
 from shoal.verify.reference_loop import ReferenceLoop
 from shoal.verify.reference_outer import (
     ReferenceOuter,
-    RoundedPushes,
     Values,
     average,
-    combine_gradients,
     total_loss,
-    tree_sum,
 )
 
 
@@ -110,10 +108,9 @@ class Replica:
         self.norm: float | None = None
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
-        # Out of lockstep a replica is one worker, whose pieces are a step of their own.
-        pushed = self.shares if plan.staleness_bound == 0 else [range(len(pieces))]
-        codec = plan.codec if plan.sync == "server" and plan.local_steps == 1 else "none"
-        self.arrived = RoundedPushes(codec, pushed, len(self.parameters))
+        self.exchange = make_exchange(
+            plan, run.num_steps(), pieces, self.parameters, self.optimizer
+        )
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Do a step; returns the sum of its loss, and its weight."""
@@ -144,7 +141,8 @@ class Replica:
             self.changes = [0] * len(self.buffers)  # pieces that changed each buffer
             self.losses: list[PieceLoss] = []
             self.parts: dict[int, Any] = {}  # named, of the loss, by piece
-            sums = self.combined(functools.partial(self.piece, batch, phase))
+            piece = functools.partial(self.piece, batch, phase)
+            sums = self.exchange.combined(piece, self.loss_scale.value)
             if not self.losses:  # quarantine left out all samples
                 self.buffers.restore()
                 return math.nan, 1.0
@@ -161,14 +159,6 @@ class Replica:
                 return loss, weight
             if not self.loss_scale.overflow():
                 raise NotFinite(f"the reference is not finite at step {batch.step + 1}")
-
-    def combined(self, piece: Callable[[int], Values]) -> Values:
-        """The sum of the pieces, or the `combine` rule of the plan over replicas."""
-        rule = self.plan.combine
-        if rule == "mean":
-            return tree_sum(piece, self.pieces, self.arrived)
-        of_shares = functools.partial(tree_sum, piece)
-        return combine_gradients(of_shares, self.shares, len(self.parameters), rule)
 
     def piece(self, batch: Batch, phase: Phase, index: int) -> Values:
         """Compute one piece: its gradients, then the buffers that it changed."""
@@ -211,7 +201,7 @@ class Replica:
             values_of(g).mul_(scale)
         if (schedule := self.run.make_schedule()) is not None:
             schedules.apply(self.optimizer, schedule(step, self.run.num_steps()))
-        self.optimizer.step()
+        self.exchange.step(self.optimizer.step)
         self.note_gradients()
         pairs = zip(buffers, self.changes, strict=True)
         self.buffers.commit([None if sum_ is None else sum_ / n for sum_, n in pairs])

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from shoal.numerics.codecs import BlockCodec, HalfPrecisionCodec, make_codec
+from shoal.numerics.codecs import Codec, make_codec
 from shoal.numerics.fragments import split_fragments
 from shoal.plans.plan import Plan
 from shoal.sync.server.layout import make_layout
@@ -60,7 +60,10 @@ class RoundedPushes:
         if not self._is_one_share(first, size) or self._is_one_share(parent, 2 * size):
             return values
         own, others = values[: self._num_gradients], values[self._num_gradients :]
-        return [*map(self._round, own), *others]
+        return [*self._pushed((first, size), own), *others]
+
+    def _pushed(self, row: tuple[int, int], gradients: Values) -> Values:
+        return list(map(self._round, gradients))
 
     def _is_one_share(self, first: int, size: int) -> bool:
         return any(s.start <= first and first + size <= s.stop for s in self._shares)
@@ -142,7 +145,7 @@ class FragmentPart:
     def __init__(
         self,
         replicas: list[list[nn.Parameter]],
-        codec: HalfPrecisionCodec | BlockCodec | None,
+        codec: Codec | None,
         keys: list[Tensor] | None = None,
     ):
         self.replicas, self.codec, self.keys = replicas, codec, keys

@@ -1,6 +1,8 @@
 """A model as a program of its own: it gives what the model gives, for any number of samples."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +56,26 @@ class Random(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight + torch.rand_like(x)
+
+
+class Caching(nn.Module):
+    """Answers as models of transformers do: with a cache beside the numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.last = SimpleNamespace(use_cache=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        cache = {"cache": SimpleNamespace(keys=x)} if self.config.use_cache else {}
+        return {"logits": self.last(x), **cache}
+
+
+def test_a_program_holds_no_cache(tmp_path: Path) -> None:
+    model, given = Caching(), inputs()
+    assert export_pt2(nn.Sequential(model), given, tmp_path / "model.pt2").any_batch
+    found = exported_program.load_program(tmp_path / "model.pt2")(*given.args)
+    torch.testing.assert_close(found["logits"], model(*given.args)["logits"])
+    assert model.config.use_cache, "the model itself answers as before"
 
 
 def trained(model: nn.Module, directory: Path) -> ModelWeights:

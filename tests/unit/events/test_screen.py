@@ -6,13 +6,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shoal import logs
 from shoal.data.loader_processes import Loaders, PieceKey
 from shoal.data.readers.records import SourceLost
 from shoal.errors import RecipeError, UsageError
-from shoal.events.events import Event
-from shoal.events.screen import Display
+from shoal.events.events import Event, ProgressEvent
+from shoal.events.screen import Display, StepPace, in_time, live_line
 from shoal.storage.object_client import StoreError
 from shoal.system.fork_server import needs_no_traceback
 
@@ -144,3 +146,82 @@ def test_an_evaluation_is_shown_once_and_again_after_a_restart(
     for record in (resumed, told[1]):
         display(as_event(record))
     assert "step 10: evaluation" in capsys.readouterr().err
+
+
+def progress(**more: Any) -> ProgressEvent:
+    told = {"event": "progress", "step": 450, "loss": 0.5, "samples_per_s": 1767.0}
+    found = as_event(
+        told | {"communication": 0.12, "rate": 3e-4, "memory_bytes": 288_000_000} | more
+    )
+    assert isinstance(found, ProgressEvent)
+    return found
+
+
+def test_the_live_line_has_a_bar_and_all_that_fits() -> None:
+    line = live_line(progress(), 1000, 83.0, 115, blocks=False)
+    assert line == (
+        "####-----  step 450/1000  loss 0.5000  1:23 left  1767 samples/s  "
+        "rate 0.0003  12 % in communication  288 MB a rank"
+    )
+    wide = live_line(progress(), 1000, 83.0, 160, blocks=True)
+    assert wide.endswith("288 MB a rank") and wide.startswith("\u2501" * 10 + "\u2500" * 14)
+    assert live_line(progress(), None, None, 30, blocks=True) == "step 450  loss 0.5000"
+
+
+@settings(max_examples=60)
+@given(
+    width=st.integers(1, 200),
+    step=st.integers(1, 10**9),
+    loss=st.floats(allow_nan=True, allow_infinity=True),
+    left_s=st.none() | st.floats(0, 1e9),
+)
+def test_the_live_line_never_wraps(width, step, loss, left_s) -> None:
+    event = progress(step=step, loss=loss, scalars={"a\nb": 1.0})
+    for num_steps in (None, 1, step, 10**9):
+        line = live_line(event, num_steps, left_s, width, blocks=True)
+        assert len(line) <= width and "\n" not in line
+
+
+def test_the_time_that_is_left_follows_the_clock() -> None:
+    pace = StepPace()
+    assert pace.left_s(100) is None
+    for step in range(1, 11):
+        pace.add(step, 2.0 * step)
+    assert pace.left_s(100) == 180.0 and pace.left_s(None) is None
+    for step in range(5, 8):  # it went back to a checkpoint, and is faster now
+        pace.add(step, 100.0 + step)
+    assert pace.left_s(107) == 100.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "0:00"), (42, "0:42"), (725, "12:05"), (11045, "3:04:05"), (90000, "1 d 1:00:00")],
+)
+def test_times_are_told_as_clocks_tell_them(seconds: float, words: str) -> None:
+    assert in_time(seconds) == words
+
+
+def test_a_level_leaves_out_what_is_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"num_parameters": 1, "plan": "", "num_steps": 5, "batch_size": 8, "begins": ""}
+    facts |= {"unholdable": "", "cuts": "", "num_ranks": 1, "num_servers": 0}
+    told = [
+        {"event": "evaluated", "step": 1, "evaluation": {"loss": 1.0}},
+        {"event": "warning", "text": "mind the gap"},
+        {"event": "host-lost", "host": 1, "how": "host 1 is gone", "step": 3, "then": "it ends"},
+    ]
+    shown = {}
+    for name, level in logs.LEVELS.items():
+        display = Display(level)
+        display.introduce("recipe", facts, "runs/1")
+        for event in told:
+            display(as_event(event))
+        display(progress())
+        shown[name] = capsys.readouterr().err
+    assert all(
+        words in shown["info"] for words in ("recipe", "evaluation", "mind the gap", "step 450")
+    )
+    assert shown["warning"].splitlines() == [
+        "mind the gap",
+        "host 1 is gone, after step 3: it ends",
+    ]
+    assert shown["error"].splitlines() == ["host 1 is gone, after step 3: it ends"]

@@ -9,8 +9,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.comm.collectives import Group
-from shoal.comm.compression import Codec, CompressedMean
-from shoal.numerics.codecs import BLOCK, BlockCodec, HalfPrecisionCodec, make_codec
+from shoal.comm.compression import Codec, CompressedScatter, encode_with_residual
+from shoal.numerics.codecs import (
+    BLOCK,
+    TOP_BLOCK,
+    BlockCodec,
+    HalfPrecisionCodec,
+    SignCodec,
+    TopCodec,
+    codec_at,
+    make_codec,
+    packs,
+)
 from shoal.plans.keys import ROUNDING_CODECS
 from shoal.testing.codecs import CodecConformance
 
@@ -129,6 +139,76 @@ class TestBlocks(CodecConformance):
         return BlockCodec(request.param)
 
 
+class TestSigns(CodecConformance):
+    @pytest.fixture
+    def codec(self) -> Codec:
+        return SignCodec()
+
+
+class TestTop(CodecConformance):
+    @pytest.fixture(params=[(0.1, False), (0.1, True), (0.5, False)])
+    def codec(self, request: pytest.FixtureRequest) -> Codec:
+        return TopCodec(*request.param)
+
+
+@given(
+    st.integers(1, 3 * TOP_BLOCK),
+    st.floats(-30, 30),
+    st.sampled_from(["bf16", "int8", "int4", "topk:0.05", "topk:0.05+int8"]),
+    st.integers(0, 99),
+)
+def test_residual_and_what_was_sent_are_the_gradient(
+    length: int, size: float, name: str, seed: int
+) -> None:
+    """Exactly: an element is sent as it is, not at all, or rounded to what is near to it."""
+    flat, codec = vector(length, size, seed), make_codec(name)
+    assert codec is not None
+    encoded, residual = encode_with_residual(codec, flat)
+    assert torch.equal(codec.decode(encoded, length) + residual, flat)
+
+
+@given(st.integers(1, 2 * TOP_BLOCK), st.integers(1, 400), st.integers(0, 99))
+def test_the_largest_of_a_block_are_sent_as_they_are(length: int, count: int, seed: int) -> None:
+    flat, codec = vector(length, 0, seed), TopCodec(count / TOP_BLOCK, False)
+    back = codec.decode(codec.encode(flat), length)
+    for before, after in zip(flat.split(TOP_BLOCK), back.split(TOP_BLOCK), strict=True):
+        sent = after != 0
+        assert torch.equal(before[sent], after[sent]) and int(sent.sum()) <= count
+        if not bool(sent.all()) and bool(sent.any()):
+            assert float(before[~sent].abs().max()) <= float(before[sent].abs().min())
+
+
+@given(st.integers(1, 3 * BLOCK), st.integers(0, 99))
+def test_signs_are_kept_with_the_mean_size_of_a_block(length: int, seed: int) -> None:
+    flat, codec = vector(length, 0, seed), SignCodec()
+    back = codec.decode(codec.encode(flat), length)
+    assert torch.equal(back >= 0, flat >= 0)
+    for before, after in zip(flat.split(BLOCK), back.split(BLOCK), strict=True):
+        torch.testing.assert_close(after.abs(), before.abs().mean().expand(len(after)))
+
+
+def test_a_damaged_place_is_within_its_block() -> None:
+    codec = TopCodec(0.01, False)
+    packed = torch.full((codec.num_bytes(TOP_BLOCK),), 255, dtype=torch.uint8)
+    assert codec.decode(packed, TOP_BLOCK).shape == (TOP_BLOCK,)
+
+
+def test_a_warm_up_sends_more_at_first() -> None:
+    sizes = [codec_at("topk:0.01", step, 200).num_bytes(TOP_BLOCK) for step in range(12)]
+    assert sizes[0] == 6 * 256 and sizes == sorted(sizes, reverse=True)
+    assert sizes[10:] == [make_codec("topk:0.01").num_bytes(TOP_BLOCK)] * 2
+    assert [codec_at("onebit", step, 40).name for step in range(3)] == ["int8", "int8", "onebit"]
+    assert codec_at("topk:0.4", 0, 200).name == "topk:0.4"
+    assert codec_at("int8", 0, 200).name == "int8"
+
+
+def test_small_tensors_are_not_packed() -> None:
+    assert not packs("int8", (1023,), 4) and packs("int8", (1024,), 4)
+    assert not packs("fp16", (4096,), 2), "two bytes stay two bytes"
+    assert not packs("powersgd:4", (4096,), 4) and packs("powersgd:4", (64, 64), 4)
+    assert not packs("powersgd:40", (64, 64), 4)
+
+
 class Largest:
     """The twentieth part of a vector that is largest, wherever it is: not separable."""
 
@@ -168,7 +248,7 @@ class TestLargest(CodecConformance):
 
 def test_a_codec_that_looks_at_the_whole_vector_is_not_used_share_by_share() -> None:
     with pytest.raises(AssertionError, match="largest encodes cannot be decoded"):
-        CompressedMean(Group(), Largest(), torch.zeros(100), torch.zeros(100))
+        CompressedScatter(Group(), Largest(), torch.zeros(100), [0, 100])
 
 
 def test_the_suite_sees_what_is_never_sent() -> None:

@@ -55,6 +55,18 @@ def test_the_loss_mixes_both_parts() -> None:
     }
 
 
+def test_a_quantised_teacher_is_known_by_its_numbers() -> None:
+    quantization = pytest.importorskip("shoal.slim.quantization")
+    found = set()
+    for factor in (1, 2):
+        teacher = run_of(width=16).make_model()
+        with torch.no_grad():
+            teacher[2].weight.mul_(factor)
+        quantization.quantize_model(teacher, "int8")
+        found.add(distill(run_of(), teacher).loss.__qualname__)
+    assert len(found) == 2
+
+
 def test_a_sum_with_a_weight_stays_one_and_parts_keep_their_names() -> None:
     def summed(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
         return F.cross_entropy(output, target, reduction="sum"), len(target)

@@ -1,7 +1,9 @@
 """Fusing: which models are taken, what is written, and what is refused."""
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import shoal
 from shoal.errors import ShoalError, UsageError
 from shoal.formats.import_weights import import_weights, target_model
 from shoal.formats.weights import ModelWeights
-from shoal.slim.ensembles import choose_shares, mix, settings_of
+from shoal.slim.ensembles import Stack, choose_shares, mix, settings_of
 from shoal.slim.fusing import FuseTable, check_weights, fuse
 from shoal.slim.results import weights_in
 from shoal.slim.statistics import refresh_statistics
@@ -167,7 +169,73 @@ def test_settings_come_from_the_record_beside_a_checkpoint(tmp_path: Path) -> No
     (tmp_path / "run.json").write_text('{"recipe": "a.py:b", "settings": {"width": "3"}}')
     assert settings_of(str(tmp_path / "checkpoints" / "step-1")) == {"width": "3"}
     (tmp_path / "run.json").write_text("not json")
-    assert settings_of(str(tmp_path)) == {}
+    with pytest.raises(ShoalError, match=r"run\.json"):
+        settings_of(str(tmp_path))
+
+
+def test_a_stack_answers_in_the_form_of_its_members() -> None:
+    class Wrapped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=super().forward(x))
+
+    members = [Wrapped(4, 3), Wrapped(4, 3)]
+    inputs = torch.randn(5, 4)
+    found = Stack(members, [3, 3])(inputs).logits
+    mean = sum(member(inputs).logits for member in members) / 2
+    torch.testing.assert_close(found, mean)  # as it begins
+    assert found.requires_grad and not members[0].weight.requires_grad
+
+
+class Tagger(nn.Module):
+    """Goes through a sequence of any length, which torch.export fixes; with a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(9, 4), nn.LSTM(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        tagged: torch.Tensor = self.head(self.lstm(self.embed(words))[0])
+        return tagged
+
+
+def tagging() -> shoal.Run:
+    words = [torch.arange(length) % 9 for length in (3, 3, 3, 5, 5, 5)]
+    return dataclasses.replace(
+        recipe(),
+        model=Tagger,
+        loss=lambda output, target: F.cross_entropy(output.mT, target),
+        metrics={},
+        data=[(one, one) for one in words],
+        evaluate=[(one, one) for one in words],
+        collate=shoal.data.pad(),
+        batch_size=3,
+    )
+
+
+def test_a_program_that_takes_one_length_alone_is_written_and_said(tmp_path: Path) -> None:
+    one, other = (saved(Tagger(), tmp_path / name) for name in "ab")
+    table = fuse(tagging, [one, other], how="ensemble", weights="1,1", out=tmp_path / "out")
+    assert table.after.metrics and "torch.export could not" in table.notes[0]
+    assert shoal.load(tmp_path / "out")(torch.zeros(3, 3, dtype=torch.long)).shape == (3, 3, 9)
+    held = {id(p): p for p in Tagger().parameters()}.values()
+    assert table.before.bytes == sum(p.nbytes for p in held), "a tied weight counts once"
+
+
+def test_nothing_can_be_chosen_where_no_figure_is_a_number(tmp_path: Path) -> None:
+    lost = recipe().make_model()
+    with torch.no_grad():
+        lost[0].weight.fill_(torch.nan)
+    places = [saved(lost, tmp_path / name) for name in "ab"]
+    with pytest.raises(UsageError, match="not a number"):
+        fuse(recipe, places, how="ensemble", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_are_taken_in_batches_of_two_at_least() -> None:
+    run = dataclasses.replace(recipe(norm=True), batch_size=1)
+    assert "on 32 batches" in refresh_statistics(run, run.make_model())
 
 
 @pytest.mark.parametrize(

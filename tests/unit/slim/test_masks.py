@@ -106,6 +106,19 @@ def test_weights_of_two_layers_and_tables_stay() -> None:
         masks.find_layers(nn.Sequential(nn.Linear(6, 4)), masks.Pattern(2, 4))
 
 
+def test_matrices_that_are_no_layers_weight_are_named() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places = nn.Parameter(torch.zeros(4, 8))
+            self.lstm, self.head = nn.LSTM(8, 8), nn.Linear(8, 2)
+            self.attention = nn.MultiheadAttention(8, 2)
+
+    kept = masks.find_layers(Mixed()).kept
+    assert kept == ["places", "lstm", "attention", "attention.out_proj"]
+    assert masks.find_layers(nn.Linear(8, 2)).kept == [], "a model may be one layer"
+
+
 @pytest.mark.parametrize(
     ("sparsity", "how", "words"),
     [

@@ -7,12 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import shoal
 from shoal.errors import BadCheckpoint, UsageError
 from shoal.formats import quantized
-from shoal.slim.quantization import layers_kept, quantize_in_training, quantize_model, unround
+from shoal.slim.quantization import (
+    layers_kept,
+    quantize_in_training,
+    quantize_model,
+    scales_of_inputs,
+    unround,
+)
 from shoal.training.load import load
 from tests import zoo
 
@@ -47,6 +53,42 @@ def test_a_layer_with_one_input_stays_as_it_is(to: str) -> None:
     assert model(torch.ones(5, 1)).shape == (5, 1)
     with pytest.raises(UsageError, match="with more than one input"):
         quantize_model(nn.Sequential(nn.Linear(1, 8)), to)
+
+
+class Calls(nn.Module):
+    """One layer is called with rows and with a batch of them, another not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both, self.idle = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.both(self.first(x).relu())
+        result: Tensor = y + self.both(y[:, None]).squeeze(1)
+        return result
+
+
+def test_static_scales_come_from_the_data_and_are_kept(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 8)
+    run = dataclasses.replace(
+        zoo.mlp(), model=Calls, data=shoal.data.tensors(inputs, inputs), batch_size=16
+    )
+    model = run.make_model().eval()
+    scales = scales_of_inputs(run, model)
+    assert scales.keys() == {"first"}
+    assert float(scales["first"]) == pytest.approx(float(inputs.abs().max()) / 127, rel=1.1)
+    assert layers_kept(model, "static-int8", scales) == ["both", "idle"]
+    with torch.no_grad():
+        plain = model(inputs)
+        quantize_model(model, "static-int8", scales)
+        rounded = model(inputs)
+        assert not rounded.equal(plain) and (rounded - plain).abs().max() < 0.05 * plain.abs().max()
+        quantized.write_quantized(model, tmp_path / "model.safetensors")
+        again = load(tmp_path, run)
+        assert again(inputs).equal(rounded)
+        far = again(100 * inputs).abs().max()
+        assert far < 10 * rounded.abs().max(), "inputs beyond the scale are cut off"
 
 
 @given(st.lists(st.integers(-8, 7), min_size=2, max_size=24).filter(lambda x: len(x) % 2 == 0))

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +49,7 @@ class Attention(nn.Module):
         return result
 
 
-def run_of(model: type[nn.Module], inputs: Tensor) -> shoal.Run:
+def run_of(model: Callable[[], nn.Module], inputs: Tensor) -> shoal.Run:
     data = shoal.data.tensors(inputs, torch.zeros(len(inputs)))
     return dataclasses.replace(zoo.mlp(), model=model, data=data, evaluate=None, metrics={})
 
@@ -79,3 +81,13 @@ def test_a_model_that_allows_none_is_refused() -> None:
     run = run_of(nn.Identity, torch.randn(16, 4))
     with pytest.raises(UsageError, match="No layer"):
         remove_channels(run, nn.Sequential(nn.Linear(4, 4)), 0.5)
+
+
+def test_why_nothing_can_be_followed_is_said() -> None:
+    class Caching(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), object()
+
+    run = run_of(lambda: Caching(8, 8), torch.randn(16, 8))
+    with pytest.raises(UsageError, match="torch-pruning cannot follow it: "):
+        remove_channels(run, run.make_model(), 0.5)

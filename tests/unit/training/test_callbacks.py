@@ -162,6 +162,22 @@ def test_a_layer_is_trained_from_a_step_on() -> None:
     assert not torch.equal(weights[4], weights[5])
 
 
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_layer_that_joins_later_has_the_momentum_of_a_first_step(dampening: float) -> None:
+    """As plain torch, whose kernel that is not fused takes parameters without momentum."""
+
+    def optimizer(fused: bool | None) -> Any:
+        return lambda named: torch.optim.SGD(
+            named, lr=0.1, momentum=0.9, dampening=dampening, fused=fused
+        )
+
+    losses = [
+        [info.loss for info in train(run_of(Freeze("0.*", until=5), optimizer=optimizer(fused)))]
+        for fused in (None, False)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_stopping_is_a_success_and_is_saved(tmp_path: Path) -> None:
     infos = train(run_of(Once(lambda trainer: trainer.stop("enough"))), checkpoints=tmp_path)
     assert infos[-1].step == 3

@@ -136,3 +136,13 @@ def test_a_recipe_of_a_notebook_lacks_the_names_of_its_annotations() -> None:
     space["small"].__module__ = "mine"
     with pytest.raises(UsageError, match=r"annotation of mine:small cannot be read.*Elsewhere"):
         parameters_of(space["small"], "mine:small")
+
+
+def test_a_password_is_not_set() -> None:
+    """What is set stands in run.json; a URL with a user alone, or without one, may."""
+    with pytest.raises(UsageError, match=r"--set url: mongodb://db/x was given with a") as refused:
+        load_recipe(lambda url: None, {"url": "mongodb://reader:hunter2@db/x"})
+    assert "hunter2" not in str(refused.value)
+    for url in ("mongodb://reader@db/x", "s3://bucket/a:b", "a:b@c"):
+        with pytest.raises(UsageError, match=r"returned a NoneType"):
+            load_recipe(lambda url: None, {"url": url})

@@ -23,6 +23,7 @@ from torch import Tensor
 from shoal.data.orders import order_of
 from shoal.data.readers.records import BadRecord, hash_parts, require_columns
 from shoal.data.sources import Ids, map_tensors, normalize_index
+from shoal.data.transforms.fingerprint import identity_of
 from shoal.errors import UsageError, require
 
 ColumnChoice: TypeAlias = str | Sequence[str] | Mapping[str, str]
@@ -40,8 +41,6 @@ class ColumnSource(Protocol):
     def __len__(self) -> int: ...
 
     def __str__(self) -> str: ...
-
-    def identity(self) -> str: ...
 
     def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
         """Raises `Irregular` when some column of these rows is no array."""
@@ -78,7 +77,11 @@ class ColumnPairs:
         return map_tensors(row, pair[0]), map_tensors(row, pair[1])
 
     def identity(self) -> str:
-        return hash_parts(self.source.identity(), self.inputs, self.target)
+        return hash_parts(identity_of(self.source), self.inputs, self.target)
+
+    def content_name(self) -> str:
+        tell = getattr(self.source, "content_name", None)
+        return self.identity() if tell is None else hash_parts(tell(), self.inputs, self.target)
 
     def take(self, ids: Ids) -> tuple[Any, Any]:
         """The collated samples."""

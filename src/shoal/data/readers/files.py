@@ -46,7 +46,10 @@ _PACKED = {  # by how a file begins; no text does
     "zstd": rb"\x28\xb5\x2f\xfd",
     "zip": rb"PK\x03\x04",
 }
-_MARKS = ("ETag", "etag", "md5", "checksum", "LastModified", "last_modified", "mtime", "created")
+_MARKS = (
+    *("ETag", "etag", "md5", "checksum", "LastModified", "last_modified", "mtime"),
+    *("modificationTime", "modification_time", "updated", "created"),
+)
 
 
 class Stamp(NamedTuple):

@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 _MANY = 1000  # entries of a stream that are read at a time
 
 
-class _RedisServer:
+class RedisServer:
     """A Redis at a URL, through connections that each process makes for itself."""
 
     def __init__(self, url: str, timeout_s: float, patience: RetryPolicy):
@@ -99,7 +99,7 @@ def _refuse_slashes(url: str) -> None:
 class RedisList:
     """Made by `redis_list`: entry i of a list, as bytes."""
 
-    def __init__(self, server: _RedisServer, name: str):
+    def __init__(self, server: RedisServer, name: str):
         server.require(name, "list")
         self._server, self._name = server, name
         self._length = int(server.ask(lambda client: client.llen(name), name))
@@ -137,7 +137,7 @@ class RedisList:
 class RedisStream:
     """Made by `redis_stream`: the fields of entry i of a stream, as a dict of bytes."""
 
-    def __init__(self, server: _RedisServer, name: str):
+    def __init__(self, server: RedisServer, name: str):
         server.require(name, "stream")
         self._server, self._name = server, name
         self._entries = self._read_ids()
@@ -196,7 +196,7 @@ def redis_list(
 
     An answer is waited for `timeout_s` seconds, as often as `patience` says.
     """
-    return RedisList(_RedisServer(url, timeout_s, patience), name)
+    return RedisList(RedisServer(url, timeout_s, patience), name)
 
 
 def redis_stream(
@@ -206,7 +206,7 @@ def redis_stream(
 
     An answer is waited for `timeout_s` seconds, as often as `patience` says.
     """
-    return RedisStream(_RedisServer(url, timeout_s, patience), name)
+    return RedisStream(RedisServer(url, timeout_s, patience), name)
 
 
 def _runs(indexes: Ids) -> list[tuple[int, int]]:

@@ -5,10 +5,10 @@
 
 You say how to connect; each process opens a connection of its own when it first reads. The keys
 are read once, sorted by the database, and are the order of the samples; a batch is one question for
-some hundred keys. So rows that are added later are not seen, and one that was removed is a
-`BadRecord`. A row that is changed meanwhile is not noticed: read from a table that stays.
+some hundred keys; what follows from that, and what it costs, is said in `keyed.py`. One question
+gives all keys, so that they are of one moment.
 
-Cost: a key a row in memory, 8 bytes if they are numbers (`sql_keys.py`). A question is answered
+A question is answered
 within `timeout_s` or counts as failed, that for all keys too; `patience` says how often it is
 repeated. Only what may pass is: a connection that broke, a database that is locked. What is wrong
 with the question itself (a table or column that does not exist, say) is reported at once.
@@ -25,24 +25,15 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
-import xxhash
-
-from shoal.data.readers.records import (
-    BadRecord,
-    Indices,
-    hash_parts,
-    normalize_indices,
-    require_columns,
-)
+from shoal.data.readers import keyed
+from shoal.data.readers.keyed import FoundRow, KeyedRows, RowIndex, index_rows
+from shoal.data.readers.records import require_columns
 from shoal.data.readers.retries import PermanentFailure, ask_with_retries
-from shoal.data.readers.sql_keys import Keys, cursor_for_pages, iterate_pages, pack_keys, row_values
-from shoal.data.sample_digest import NUM_SAMPLES, digest_sample, spread_indices
 from shoal.data.validate import require_function, text_of, texts_of
 from shoal.errors import UsageError
 from shoal.storage.object_client import RETRY_POLICY, RetryPolicy
@@ -53,7 +44,6 @@ Answer = TypeVar("Answer")
 _Jobs: TypeAlias = "queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]"
 
 _PLAIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*", re.ASCII)
-_MOST_KEYS = 500  # in one question; some databases allow 999
 # Of SQLite: busy, locked, interrupted, an error of the disk, a lock that another holds too long.
 _SQLITE_MAY_PASS = (5, 6, 9, 10, 15)
 # Classes of SQLSTATE: connection, rollback, resources, state of an object, operator, system.
@@ -68,6 +58,7 @@ _WAY_OUT = (
     "Check the names of the table and its columns, and the database, the user and the password "
     "that `connect` uses."
 )
+_ON_THE_SERVER = ("psycopg", "psycopg2")  # drivers whose cursors can stay there, by a name
 _MARKS = {"qmark": "?", "format": "%s", "pyformat": "%s", "numeric": ":{number}"}
 
 
@@ -96,11 +87,18 @@ class _Database:
         )
 
 
-class SqlRows:
+class SqlRows(KeyedRows):
     """Made by `sql`: each row a dict. `columns` are those that rows have."""
 
-    def __init__(self, database: _Database, origin: str, key: str, columns: Sequence[str] | None):
-        self._database, self._origin, self._key = database, origin, key
+    def __init__(
+        self,
+        database: _Database,
+        origin: str,
+        key: str,
+        columns: Sequence[str] | None,
+        version: str | None,
+    ):
+        self._database, self._origin, self._key, self._version = database, origin, key, version
         self._place = ""
         self._place = self._asked_first(_place_of, f"{self} cannot be read")
         self._style, known = self._look()
@@ -109,47 +107,21 @@ class SqlRows:
         if twice:
             raise UsageError(f"{self} has two columns {twice[0]!r}. Give each a name of its own.")
         self.columns = tuple(known if columns is None else columns)
-        self._wanted = "*" if columns is None else ", ".join(dict.fromkeys([key, *columns]))
-        self._keys = self._read_keys()
-
-    def __len__(self) -> int:
-        return len(self._keys)
+        needed = [key] if version is None else [key, version]
+        # The version may be a column that is not listed with the others: PostgreSQL's xmin.
+        hidden = [name for name in needed if name not in known]
+        wanted = ["*", *hidden] if columns is None else [*needed, *columns]
+        self._wanted = ", ".join(dict.fromkeys(wanted))
+        self._rows = self._read_keys(", ".join(needed))
 
     def __str__(self) -> str:
         origin = f"the table {self._origin}" if _PLAIN.fullmatch(self._origin) else "the query"
         return f"{origin} of {self._place}" if self._place else origin
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.many([index])[0]
+    def _question(self) -> str:
+        return "" if _PLAIN.fullmatch(self._origin) else " ".join(self._origin.split())
 
-    def many(self, ids: Indices) -> list[dict[str, Any]]:
-        """Many rows, some hundred a question."""
-        wanted = normalize_indices(ids, len(self)).tolist()
-        rows: dict[Any, dict[str, Any]] = {}
-        keys = list(dict.fromkeys(self._key_of(at) for at in wanted))
-        for start in range(0, len(keys), _MOST_KEYS):
-            rows |= self._fetch(keys[start : start + _MOST_KEYS])
-        for at in wanted:
-            if self._key_of(at) not in rows:
-                raise BadRecord(
-                    f"the row of {self} with {self._key} = {self._key_of(at)!r} (sample {at}) is "
-                    "gone. It was there when the run began."
-                )
-        return [dict(rows[self._key_of(at)]) for at in wanted]
-
-    def content_name(self) -> str:
-        """The same wherever the rows lie: of the query, all keys, and some rows."""
-        query = "" if _PLAIN.fullmatch(self._origin) else " ".join(self._origin.split())
-        keys = self._keys
-        content = keys.tobytes() if isinstance(keys, np.ndarray) else repr(keys).encode()
-        rows = self.many(spread_indices(len(self), NUM_SAMPLES))
-        return hash_parts(query, xxhash.xxh3_64_hexdigest(content), *map(digest_sample, rows))
-
-    def _key_of(self, at: int) -> Any:
-        key = self._keys[at]
-        return int(key) if isinstance(key, np.int64) else key
-
-    def _fetch(self, keys: list[Any]) -> dict[Any, dict[str, Any]]:
+    def _fetch(self, keys: list[Any]) -> Iterator[FoundRow]:
         marks = [_MARKS[self._style].format(number=number + 1) for number in range(len(keys))]
         origin = self._origin
         if self._style in ("format", "pyformat"):
@@ -161,12 +133,10 @@ class SqlRows:
                 return [column[0] for column in cursor.description], cursor.fetchall()
 
         names, rows = self._database.ask(question, f"rows of {self} cannot be read")
-        where, places = names.index(self._key), [names.index(name) for name in self.columns]
-        found = [row_values(row, names) for row in rows]
-        return {
-            row[where]: {name: row[place] for name, place in zip(self.columns, places, strict=True)}
-            for row in found
-        }
+        for row in rows:
+            values = dict(zip(names, _by_place(row, names), strict=True))
+            version = None if self._version is None else values[self._version]
+            yield FoundRow(values[self._key], {n: values[n] for n in self.columns}, version)
 
     def _look(self) -> tuple[str, list[str]]:
         """How the driver marks parameters, and the columns that there are."""
@@ -184,13 +154,14 @@ class SqlRows:
             )
         return style, names
 
-    def _read_keys(self) -> Keys:
-        def question(connection: Any) -> Keys:
-            text = f"SELECT {self._key} FROM {self._origin} ORDER BY {self._key}"
+    def _read_keys(self, needed: str) -> RowIndex:
+        def question(connection: Any) -> RowIndex:
+            text = f"SELECT {needed} FROM {self._origin} ORDER BY {self._key}"
             driver = getattr(_module_of(connection), "__name__", "")
-            paging = cursor_for_pages(connection, driver)
+            paging = _cursor_for_pages(connection, driver)
             with _answered(connection, text, cursor=paging) as cursor:
-                return pack_keys(iterate_pages(cursor), self._key, str(self))
+                versioned = self._version is not None
+                return index_rows(_iterate_pages(cursor), self._key, str(self), versioned)
 
         return self._asked_first(question, f"the keys of {self} cannot be read")
 
@@ -206,9 +177,10 @@ def sql(
     connect: Connect,
     table: str | None = None,
     *,
-    key: str,
+    key: str | None = None,
     query: str | None = None,
     columns: Sequence[str] | None = None,
+    version: str | None = None,
     timeout_s: float = 30.0,
     patience: RetryPolicy = RETRY_POLICY,
 ) -> SqlRows:
@@ -216,14 +188,22 @@ def sql(
 
     `connect` returns a new connection of a DB-API driver. `key` is a column whose values are unique
     and not null. `columns` picks some; `query` is a SELECT for all that a table name cannot say.
+    `version` is a column that changes with its row, and is compared with every read.
     """
     require_function(connect, "sql()")
+    if key is None:
+        raise UsageError(
+            "sql() was given no key. A table or a query has no order of its own, so sample i would "
+            "be another row each time. Name a column whose values are unique and not null: "
+            'key="id".'
+        )
     columns = None if columns is None else texts_of(columns, "sql(columns=...)")
     if (table is None) == (query is None):
         raise UsageError("sql() reads a table or a query. Give one of the two.")
     for what, name in [
         ("table", table),
         ("key", key),
+        ("version", version),
         *(("column", name) for name in columns or ()),
     ]:
         if name is not None and not _PLAIN.fullmatch(text_of(name, "sql()")):
@@ -232,7 +212,7 @@ def sql(
                 "gives it one: SELECT ... AS name."
             )
     origin = table or f"({text_of(query, 'sql()').strip().rstrip(';')}\n) shoal_rows"
-    return SqlRows(_Database(connect, timeout_s, patience), origin, key, columns)
+    return SqlRows(_Database(connect, timeout_s, patience), origin, key, columns, version)
 
 
 @contextmanager
@@ -246,6 +226,28 @@ def _answered(
     yield cursor
     cursor.close()
     connection.rollback()  # or the transaction stays open until the next question
+
+
+def _cursor_for_pages(connection: Any, driver: str) -> Any:
+    """A cursor whose answer is fetched in pages. psycopg would take all of it into memory first,
+    and is asked through a cursor on the server."""
+    if driver not in _ON_THE_SERVER:
+        return connection.cursor()
+    # Without a transaction a cursor outlives its query only with `withhold`.
+    return connection.cursor("shoal_keys", withhold=bool(connection.autocommit))
+
+
+def _iterate_pages(cursor: Any) -> Iterator[list[tuple[Any, Any]]]:
+    """Keys and versions: the first column of an answer and the last, which may be one."""
+    while rows := cursor.fetchmany(keyed.PAGE):
+        names = [column[0] for column in cursor.description]
+        found = [_by_place(row, names) for row in rows]
+        yield [(row[0], row[-1]) for row in found]
+
+
+def _by_place(row: Any, names: Sequence[str]) -> Sequence[Any]:
+    """A row by place. Some connections are set to give dicts."""
+    return [row[name] for name in names] if isinstance(row, Mapping) else row
 
 
 class _Session:

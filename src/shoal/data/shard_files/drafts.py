@@ -31,7 +31,7 @@ from shoal.data.shard_files.format import (
     shard_name,
     table_bytes,
 )
-from shoal.data.shard_files.locations import ShardBucket, ShardDirectory
+from shoal.data.shard_files.locations import ShardBucket, ShardDirectory, ShardLocation, ShardMirror
 from shoal.errors import UsageError
 from shoal.storage.decoding import try_decode_json
 from shoal.storage.object_client import ObjectClient
@@ -206,7 +206,8 @@ class BucketDraft:
                 self._delete([NOTE])
 
 
-def draft_at(place: ShardDirectory | ShardBucket) -> FolderDraft | BucketDraft:
+def draft_at(place: ShardLocation) -> FolderDraft | BucketDraft:
+    assert not isinstance(place, ShardMirror), "a set is built in one place, and copied to others"
     return FolderDraft(place) if isinstance(place, ShardDirectory) else BucketDraft(place)
 
 

@@ -1,6 +1,7 @@
-"""Where a set of shards lies: a directory, or a URL whose shards are fetched when they are needed.
+"""Where a set of shards lies: a directory, a URL whose shards are fetched when they are needed, or
+a mirror of several places, of which the first that has a shard sound and in reach gives it.
 
-Both give the small files and, for each shard, the path of a local file of the right length; the
+All give the small files and, for each shard, the path of a local file of the right length; the
 reader checks its content. A shard that is missing or has another length is `BadShards`; one
 that is not reached is another UsageError. Next: `fetching.py` for the local copies.
 """
@@ -8,7 +9,7 @@ that is not reached is another UsageError. Next: `fetching.py` for the local cop
 import os
 import stat
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -18,7 +19,9 @@ from shoal.data.shard_files.fetching import CACHE_BYTES, ShardCopies, run_within
 from shoal.data.shard_files.format import INDEX, MOST_INDEX_BYTES, SEAL, BadShards, Index, NoShards
 from shoal.data.validate import path_of, require_whole
 from shoal.errors import UsageError
-from shoal.storage.object_client import ObjectClient, RetryPolicy
+from shoal.logs import log
+from shoal.storage.mirrors import parse_mirror
+from shoal.storage.object_client import MIRROR, ObjectClient, RetryPolicy
 from shoal.storage.run_dir import cache_directory
 
 PATIENCE = RetryPolicy(num_tries=4, first_pause_s=0.2, most_pause_s=5.0)
@@ -131,12 +134,98 @@ class ShardBucket:
         return True
 
 
+class ShardMirror:
+    """A set in several places."""
+
+    def __init__(self, places: Sequence[ShardDirectory | ShardBucket], quorum: int):
+        self.places, self.quorum = list(places), quorum
+        self.keeps = all(place.keeps for place in places)
+        buckets = [place for place in places if isinstance(place, ShardBucket)]
+        # What is fetched ahead; of a mirror with a directory that is mostly there already.
+        self.copies = buckets[0].copies if len(buckets) == len(places) else None
+        self._passed: dict[int, int] = {}  # of a shard, how many places are passed over
+
+    def __str__(self) -> str:
+        return f"{MIRROR}[{','.join(map(str, self.places))}]"
+
+    def read_index(self) -> Index:
+        """Of the first place that has one; places that have another set are not read."""
+        found: list[tuple[ShardDirectory | ShardBucket, Index]] = []
+        errors: list[UsageError] = []
+        away = []
+        for place in self.places:
+            try:
+                found.append((place, read_index(place)))
+            except UsageError as error:
+                errors.append(error)
+                if not isinstance(error, NoShards | BadShards):
+                    away.append(place)
+        if not found:
+            raise next((e for e in errors if not isinstance(e, NoShards | BadShards)), errors[0])
+        index = found[0][1]
+        same = [place for place, other in found if other.digest == index.digest]
+        if len(same) < len(self.places):
+            log.warning("of %s, %d of %d places hold the set", self, len(same), len(self.places))
+        self.places = [*same, *away]  # bytes are hashed, so one that comes back may be asked
+        return index
+
+    def names(self) -> set[str]:
+        found: set[str] = set()
+        errors: list[UsageError] = []
+        for place in self.places:
+            try:
+                found |= place.names()
+            except UsageError as error:
+                errors.append(error)
+        if len(errors) == len(self.places):
+            raise errors[0]
+        return found
+
+    def local(
+        self,
+        index: Index,
+        number: int,
+        needed: Collection[int],
+        cancelled: threading.Event | None = None,
+    ) -> LocalShard:
+        errors: list[UsageError] = []
+        for at in range(self._passed.get(number, 0), len(self.places)):
+            place = self.places[at]
+            try:
+                if isinstance(place, ShardBucket):
+                    return place.local(index, number, needed, cancelled)
+                return place.local(index, number, needed)
+            except UsageError as error:
+                errors.append(error)
+                if at + 1 < len(self.places):
+                    self._pass_over(number, at, error)
+        self._passed.pop(number, None)
+        raise errors[0]
+
+    def keep(self, index: Index, number: int, is_used: bool) -> bool:
+        return self.places[self._passed.get(number, 0)].keep(index, number, is_used)
+
+    def drop(self, index: Index, number: int) -> bool:
+        """Take a shard from the next place, or from the last one once more."""
+        at = self._passed.get(number, 0)
+        again = self.places[at].drop(index, number)
+        if at + 1 == len(self.places):
+            return again
+        self._pass_over(number, at, "its bytes are not those that were written.")
+        return True
+
+    def _pass_over(self, number: int, at: int, why: object) -> None:
+        self._passed[number] = at + 1
+        name = formats.shard_name(number)
+        log.warning("%s of %s is read from %s: %s", name, self.places[at], self.places[at + 1], why)
+
+
 def _open_at_once(path: str, flags: int) -> int:
     """Without blocking: opening a named pipe would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-ShardLocation: TypeAlias = ShardDirectory | ShardBucket
+ShardLocation: TypeAlias = ShardDirectory | ShardBucket | ShardMirror
 
 
 def open_location(
@@ -144,8 +233,14 @@ def open_location(
 ) -> ShardLocation:
     """The directory or the URL; nothing is looked at yet."""
     text = path_of(where, "a set of shards")
-    scheme, separator, _ = text.partition("://")
-    is_local = isinstance(where, Path) or not separator or scheme in ("file", "local")
+    if (mirror := parse_mirror(text)) is not None:
+        options = cache_dir, cache_bytes
+        places = [
+            open_location(place, *(options if is_remote(place) else ())) for place in mirror.places
+        ]
+        return ShardMirror([p for p in places if not isinstance(p, ShardMirror)], mirror.quorum)
+    separator = "://" in text
+    is_local = isinstance(where, Path) or not is_remote(text)
     if is_local and (cache_dir is not None or cache_bytes is not None):
         raise UsageError(
             f"shards({text!r}) lies in a directory and is read there, so cache_dir and cache_bytes "
@@ -159,8 +254,15 @@ def open_location(
     return ShardBucket(text, ShardCopies(Path(path_of(directory, "cache_dir")), most_bytes))
 
 
+def is_remote(text: str) -> bool:
+    scheme, separator, _ = text.partition("://")
+    return bool(separator) and scheme not in ("file", "local")
+
+
 def read_index(place: ShardLocation) -> Index:
     """The index of a set that is sealed."""
+    if isinstance(place, ShardMirror):
+        return place.read_index()
     sealed, content = place.small(SEAL, _SEAL_BYTES), place.small(INDEX, MOST_INDEX_BYTES)
     if sealed is None or content is None:
         missing = f"{SEAL if sealed is None else INDEX} is missing"

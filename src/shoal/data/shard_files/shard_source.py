@@ -23,8 +23,9 @@ import numpy as np
 from shoal.data.orders import BlockShuffled
 from shoal.data.readers.records import SourceLost
 from shoal.data.shard_files.blocks import OpenShard, open_shard
+from shoal.data.shard_files.fetching import ShardCopies
 from shoal.data.shard_files.format import BadShards, Index, first_samples
-from shoal.data.shard_files.locations import LocalShard, ShardBucket, ShardLocation
+from shoal.data.shard_files.locations import LocalShard, ShardDirectory, ShardLocation
 from shoal.data.shard_files.prefetch import ShardPrefetcher, UpcomingShard, choose_shards
 from shoal.data.sources import Ids
 from shoal.errors import RecipeError, ShoalError, UsageError
@@ -55,8 +56,9 @@ class ShardSource:
         self._used: set[int] = set()  # since the last look
         self._look_at = 0.0
         self._ahead = PerProcess(ShardPrefetcher).get
-        if isinstance(place, ShardBucket):  # else there is nothing to fetch
-            self.fetch_ahead = partial(self._fetch_ahead, place)
+        copies = getattr(place, "copies", None)
+        if copies is not None:  # else there is nothing to fetch
+            self.fetch_ahead = partial(self._fetch_ahead, copies)
 
     def __len__(self) -> int:
         return self.index.num_samples
@@ -151,28 +153,27 @@ class ShardSource:
                     else:
                         self._close_all(found.gone)
 
-    def _fetch_ahead(self, place: ShardBucket, ids: Ids) -> int:
+    def _fetch_ahead(self, copies: ShardCopies, ids: Ids) -> int:
         """Have the shards of samples that come next copied meanwhile; for how many that is done."""
         if not len(ids):
             self._ahead().stop()
             return 0
         numbers, firsts = np.unique(self._shards_of(ids), return_index=True)
         turn = np.argsort(firsts)
-        coming = [self._coming(place, number) for number in numbers[turn].tolist()]
-        wanted, num_provided = choose_shards(coming, place.copies.most_bytes // 2)
+        coming = [self._coming(copies, number) for number in numbers[turn].tolist()]
+        wanted, num_provided = choose_shards(coming, copies.most_bytes // 2)
         needed = [shard.number for shard in coming[:num_provided]]
-        self._ahead().want(wanted, partial(self._copy_ahead, place, needed))
+        self._ahead().want(wanted, partial(self._copy_ahead, needed))
         return len(ids) if num_provided == len(coming) else int(firsts[turn[num_provided]])
 
-    def _coming(self, place: ShardBucket, number: int) -> UpcomingShard:
-        is_here = number in self._open or place.copies.has(self.index, number)
+    def _coming(self, copies: ShardCopies, number: int) -> UpcomingShard:
+        is_here = number in self._open or copies.has(self.index, number)
         return UpcomingShard(number, self.index.num_bytes(self.index.shards[number]), is_here)
 
-    def _copy_ahead(
-        self, place: ShardBucket, needed: Collection[int], number: int, cancelled: threading.Event
-    ) -> None:
+    def _copy_ahead(self, needed: Collection[int], number: int, cancelled: threading.Event) -> None:
         """In a thread of its own: readers do not wait meanwhile."""
-        found = place.local(self.index, number, needed, cancelled)
+        assert not isinstance(self.place, ShardDirectory)
+        found = self.place.local(self.index, number, needed, cancelled)
         with self._locked():
             self._close_all(found.gone)
 

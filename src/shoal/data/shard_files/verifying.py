@@ -14,12 +14,16 @@ from pathlib import Path
 from shoal.data.shard_files.blocks import open_shard
 from shoal.data.shard_files.fetching import fetch_to
 from shoal.data.shard_files.format import BadShards, Index, shard_name
-from shoal.data.shard_files.locations import ShardDirectory, ShardLocation
+from shoal.data.shard_files.locations import ShardBucket, ShardLocation, ShardMirror
 from shoal.errors import UsageError
 
 
 def find_faults(place: ShardLocation, index: Index, num_threads: int = 1) -> Iterator[str]:
-    """What is wrong, in the order of the shards; nothing if all is well."""
+    """What is wrong, in the order of the shards; nothing if all is well. Of a mirror, in each."""
+    if isinstance(place, ShardMirror):
+        for each in place.places:
+            yield from (f"{each}: {fault}" for fault in find_faults(each, index, num_threads))
+        return
     names = [shard_name(number) for number in range(len(index.shards))]
     for name in sorted(place.names() - set(names)):
         if name.startswith("shard-"):
@@ -48,7 +52,7 @@ def find_faults(place: ShardLocation, index: Index, num_threads: int = 1) -> Ite
 
 
 def _faults_of(place: ShardLocation, index: Index, number: int) -> list[str]:
-    if isinstance(place, ShardDirectory):
+    if not isinstance(place, ShardBucket):
         return list(open_shard(index, number, place.local(index, number, ()).path).faults())
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         path = Path(folder) / "shard"

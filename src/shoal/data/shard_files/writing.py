@@ -47,7 +47,8 @@ from shoal.data.shard_files.format import (
     encode,
     shard_name,
 )
-from shoal.data.shard_files.locations import open_location
+from shoal.data.shard_files.locations import ShardMirror, open_location
+from shoal.data.shard_files.syncing import mirror_set
 from shoal.data.sources import EpochSource, SkipsBad, Source, as_source, load_sample
 from shoal.data.stalls import STALLS
 from shoal.data.transforms.fingerprint import NoIdentity, identity_of
@@ -77,13 +78,16 @@ def build(
 
     `shard_bytes` is the size of a shard before compression; `compress` is None or "zstd". A set
     that is there already is replaced only with `force`: in a directory when the new one is whole,
-    at a URL when the build begins. `identity` is text that changes when the source does (a file's
+    at a URL when the build begins. In a mirror it is built in the first place, and copied to the
+    others. `identity` is text that changes when the source does (a file's
     name and time, say). `progress` gets samples and bytes so far.
     """
     source = as_source(source)
     _check(len(source), shard_bytes, compress, workers)
     _refuse_varied(source)
     place = open_location(out)
+    mirror = place if isinstance(place, ShardMirror) else None
+    place = place.places[0] if isinstance(place, ShardMirror) else place
     draft = draft_at(place)
     draft.refuse_others(force)
     described, probes = _probe(source)
@@ -94,7 +98,7 @@ def build(
     )
     job = _Build(source, draft, settings, workers, progress or (lambda samples, num_bytes: None))
     try:
-        return job.run()
+        index = job.run()
     except OSError as error:
         if isinstance(error, ShoalError):
             raise
@@ -106,6 +110,9 @@ def build(
         ) from error
     finally:
         draft.close(job.discards)
+    if mirror is not None:
+        mirror_set(mirror, index, force)
+    return index
 
 
 def _refuse_varied(source: Source) -> None:

@@ -9,6 +9,7 @@ of one memory would be sent apart.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -47,7 +48,7 @@ class StagePlan:
     tape: Tape
     stages: tuple[StageSpec, ...]
 
-    @property
+    @cached_property
     def holders(self) -> dict[str, list[int]]:
         """Parameter -> the stages that use it. One that no stage uses is kept by the first."""
         found: dict[str, list[int]] = {name: [] for name in self.tape.parameters}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.collectives import Group, as_group_lost
+from shoal.comm.flight_recorder import CollectiveRecord
 
 _TAG = 0
 
@@ -31,6 +32,7 @@ class PendingReceive(NamedTuple):
 
     tensors: list[Tensor]
     works: Sequence[dist.Work] = ()
+    record: CollectiveRecord | None = None
 
 
 class Messages:
@@ -52,10 +54,13 @@ class Messages:
     def send(self, tensors: Sequence[Tensor], rank: int) -> None:
         """Start sending; the tensors must not change until `drain`."""
         leaving = []
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        record = self.group.begin_message(rank, num_bytes, sends=True)
         with as_group_lost(f"sending to rank {rank} of the pipeline"):
             for tensor in tensors:
                 leaving.append((self.handle.send([_real(tensor)], rank, _TAG), tensor))
                 self.group.bytes_sent += tensor.nbytes
+        record.end()  # as far as this rank is concerned: it waits for none
         self._leaving.append(leaving)
         if len(self._leaving) > self._most_leaving:
             self._drain_to(self._most_leaving)
@@ -65,13 +70,18 @@ class Messages:
         tensors = [torch.empty(f.shape, dtype=f.dtype, device=self.device) for f in forms]
         with as_group_lost(f"receiving from rank {rank} of the pipeline"):
             works = [self.handle.recv([_real(tensor)], rank, _TAG) for tensor in tensors]
-        return PendingReceive(tensors, works)
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        return PendingReceive(
+            tensors, works, self.group.begin_message(rank, num_bytes, sends=False)
+        )
 
     def wait(self, arriving: PendingReceive) -> list[Tensor]:
         """The tensors, once they are there."""
         with as_group_lost("waiting for another stage of the pipeline"):
             for work in arriving.works:
                 work.wait()
+        if arriving.record is not None:
+            arriving.record.end()
         return arriving.tensors
 
     def drain(self) -> None:

@@ -413,14 +413,10 @@ class _Recorder(CallObserver):
                 self.tape.need_gradient.add(tag.number)
             if tensor.requires_grad and not tensor._is_view():
                 tensor.detach_()
-            storage = tensor.untyped_storage().data_ptr()
+            storage = storage_address(tensor)
             alive = [(n, t) for n, ref in self.known if (t := ref()) is not None]
             alike = sorted(
-                {
-                    self.tape.made_at[n]
-                    for n, t in alive
-                    if t.untyped_storage().data_ptr() == storage
-                }
+                {self.tape.made_at[n] for n, t in alive if storage_address(t) == storage}
             )
             if len(alike) > 1:  # two views of one memory: sent apart, they would not stay so
                 self.tape.uncut.update(range(alike[1] + 1, len(self.tape.events) + 1))

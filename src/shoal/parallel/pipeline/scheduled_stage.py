@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from shoal.events.tracing import TRACER
 from shoal.parallel.pipeline.cuts import StagePlan
 from shoal.parallel.pipeline.messages import Messages, PendingReceive, TensorForm
 from shoal.parallel.pipeline.placeholders import in_use_by
@@ -105,7 +106,7 @@ class ScheduledStage:
                 return self.backward if kind == ActionKind.INPUT else None
             if self.is_first:  # no stage waits for its input's gradient
                 return self.backward if kind == ActionKind.WEIGHT else None
-        return {
+        method: Callable[[int], None] = {
             ActionKind.FORWARD: self.forward,
             ActionKind.BACKWARD: self.backward,
             ActionKind.INPUT: self.backward_input,
@@ -113,6 +114,12 @@ class ScheduledStage:
             ActionKind.RECEIVE: self.receive,
             ActionKind.RECEIVE_BACK: self.receive_back,
         }[kind]
+
+        def traced(microbatch: int) -> None:
+            with TRACER.span(f"stage {self.spec.index} {kind.name.lower()}", "stage"):
+                method(microbatch)
+
+        return traced
 
     def receive(self, microbatch: int) -> None:
         self._arriving[microbatch] = self.round.messages.receive(self.forms, self.before)

@@ -10,7 +10,7 @@ Papers: GPipe (1811.06965), PipeDream-Flush (2006.09503), Megatron interleaved (
 bubble (2401.10241). Read next: `scheduled_stage.py`, which does what is listed here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -81,10 +81,9 @@ def order_work(
     ]
 
 
-def with_receives(work: Order) -> Order:
-    """Put in what each rank receives, as early as the order of all messages allows."""
+def in_turn(work: Order) -> Iterator[tuple[int, Action]]:
+    """All work with its ranks, each after what it works on: the ranks take turns."""
     rank_of = {action.stage: rank for rank, items in enumerate(work) for action in items}
-    order: Order = [[] for _ in work]
     done: set[Action] = set()
     places = [0] * len(work)
     while any(place < len(items) for place, items in zip(places, work)):
@@ -93,14 +92,22 @@ def with_receives(work: Order) -> Order:
             if places[rank] == len(items) or not _is_ready(items[places[rank]], done, rank_of):
                 continue
             action = items[places[rank]]
-            order[rank].append(action)
             done.add(action)
             places[rank] += 1
-            receive = matching_receive(action)
-            if receive is not None and rank_of.get(receive.stage, rank) != rank:
-                order[rank_of[receive.stage]].append(receive)
+            yield rank, action
         if len(done) == before:
             raise AssertionError(f"The order {work} waits for itself.")
+
+
+def with_receives(work: Order) -> Order:
+    """Put in what each rank receives, as early as the order of all messages allows."""
+    rank_of = {action.stage: rank for rank, items in enumerate(work) for action in items}
+    order: Order = [[] for _ in work]
+    for rank, action in in_turn(work):
+        order[rank].append(action)
+        receive = matching_receive(action)
+        if receive is not None and rank_of.get(receive.stage, rank) != rank:
+            order[rank_of[receive.stage]].append(receive)
     return order
 
 

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 from torch import Tensor
 
+from shoal.comm.flight_recorder import RECORDER
 from shoal.comm.local_listener import LocalConnection, connect_local
 from shoal.comm.mesh import Servers
 from shoal.comm.wire import BadFrame, connect, pack, unpack
@@ -158,6 +159,10 @@ class ServerClient:
 
     def answer(self, request: int) -> tuple[Any, list[memoryview]]:
         """Wait for an answer; GroupLost if the group breaks before it comes."""
+        record = None
+        if request not in self._answers:
+            number = self._pending[request].server
+            record = RECORDER.begin(f"request to server {number}", f"server:{number}", (), 0)
         while request not in self._answers:
             self._receive()
             if self.servers.is_lost():
@@ -165,6 +170,8 @@ class ServerClient:
             if self._refused:
                 raise NotServed(f"A server refused: {self._refused}.")
             self._check_pending()
+        if record is not None:
+            record.end()
         message, payload = self._answers.pop(request)
         if isinstance(message, RequestRefused):
             if message.is_stale:

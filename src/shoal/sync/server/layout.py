@@ -58,6 +58,13 @@ class ServerLayout(NamedTuple):
             for segment in self.flat_buffers[own.flat_buffer].segments(own.number)
         ]
 
+    def padding(self, key: int) -> list[range]:
+        """What of a key belongs to no parameter."""
+        segments = sorted((s.place, s.place + s.length) for s in self.segments(key))
+        length = self.keys[key].stop - self.keys[key].start
+        ends, starts = [0, *(end for _, end in segments)], [*(a for a, _ in segments), length]
+        return [range(a, b) for a, b in zip(ends, starts, strict=True) if a < b]
+
     def row_places(self, num_rows: int) -> list[int]:
         """Where each flat buffer's rows begin in a worker's memory, in bytes; and the end."""
         return _aligned_offsets(

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.compression import encode_with_residual
+from shoal.comm.compression import encode_with_residual, zero_ranges
 from shoal.comm.mesh import Mesh, RankRequests
 from shoal.faults import faultpoint
 from shoal.numerics.codecs import make_codec
@@ -200,6 +200,7 @@ class OuterClient(ServerStrategy):
             flat = self.buckets.buckets[own.flat_buffer].rows[0][own.start : own.stop]
             flat = flat + self.residual.get(key, 0)  # in single precision at least
             self._packed[key], self._dropped[key] = encode_with_residual(codec, flat)
+            zero_ranges(self._dropped[key], self.layout.padding(key))
         self.client.send(
             self.layout.holders[key],
             Push,

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from shoal.errors import RecipeError
 from shoal.numerics.norms import block_norms, values_of
-from shoal.numerics.optimizers import ParameterPart, is_element_wise, stepper, swap_parameters
+from shoal.numerics.optimizers import (
+    ParameterPart,
+    begin_momentum,
+    is_element_wise,
+    stepper,
+    swap_parameters,
+)
 from shoal.numerics.reserved import ReservedParameter, clear_rows, touched_rows
 from shoal.numerics.threads import ComputeThreads
 from shoal.parallel.layout import Slice
@@ -194,6 +200,8 @@ class ServerShard:
         for run, (key, number, where) in self._places.items():
             is_there = key in sums and touched[key][number]
             run.grad = gradients[key][where].view(run.shape) if is_there else None
+        if any(run.grad is not None and run not in self.optimizer.state for run in self._places):
+            begin_momentum(self.optimizer)  # of what was frozen so far
         before = settings_of(self.optimizer)
 
         def step() -> None:

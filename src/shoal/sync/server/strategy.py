@@ -31,11 +31,14 @@ from shoal.data.split import share
 from shoal.errors import GroupLost
 from shoal.numerics.norms import norm_of_blocks
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of
+from shoal.plans.keys import HALF_CODECS
 from shoal.sync.costs import (
+    SINGLE,
     Amount,
     MemoryUse,
     Message,
     StepCosts,
+    added_up,
     buffers_held,
     changed_buffers,
     metadata_message,
@@ -49,7 +52,6 @@ from shoal.sync.server.client import RequestSender, SentRequest, ServerClient
 from shoal.sync.server.clock import Staleness
 from shoal.sync.server.costs import layout_on_servers, pushed_blocks
 from shoal.sync.server.halt_schedule import HaltSchedule
-from shoal.sync.server.layout import ParameterKey
 from shoal.sync.server.lazy_pull import LazyPull
 from shoal.sync.server.lookup_costs import sent_by_worker
 from shoal.sync.server.lookups import WorkerLookups
@@ -62,7 +64,7 @@ from shoal.sync.server.messages import (
     WorkerHello,
 )
 from shoal.sync.server.migration import layout_after
-from shoal.sync.server.packing import PACKED_BYTES, GradientPacker, is_packed
+from shoal.sync.server.packing import GradientPacker, is_packed, packed_bytes
 from shoal.sync.server.parameter_views import parameter_addresses
 from shoal.sync.server.served_state import ServedState
 from shoal.sync.server.shard import ChangedSettings, served_parameters
@@ -77,7 +79,7 @@ class WorkerOptions(NamedTuple):
     """How a worker trains through servers, beside how far it may be ahead."""
 
     checks: bool = False  # whether servers look for gradients that are not finite
-    codec: str = "none"
+    packing: GradientPacker | None = None
     damps: bool = False  # whether stale gradients count less
     hosts: int = 1  # above 1, each has a server of its own that adds up its workers' gradients
     rates: Sequence[float] = ()  # factors of the learning rate, by worker; none if all are 1
@@ -96,8 +98,7 @@ class ServerStrategy:
     def __init__(self, num_pieces: int, bound: int | None, options: WorkerOptions = _DEFAULTS):
         self.num_pieces, self.bound, self.options = num_pieces, bound, options
         self.in_lockstep, self.halts = bound == 0, HaltSchedule(options.meets_after)
-        codec = options.codec
-        self._packing = None if codec == "none" else GradientPacker(codec, options.checks)
+        self._packing = options.packing
         self.batch, self._attempt, self._finite = 0, 0, True
         self._welcomes: list[ServerWelcome] = []  # of the servers of this group
         self.staleness = Staleness()  # of the batches that were begun
@@ -145,6 +146,9 @@ class ServerStrategy:
         self._served = ServedState(model, layout, state_client, self.group)
         if len(self._versions) != len(self.client):  # all have made the same updates when all met
             self._versions = [max(self._versions, default=0)] * len(self.client)
+        if self._packing is not None:
+            place = self.group.rank, self.group.num_ranks
+            self._packing.attach(self.layout, self.named, len(self.blocks), place)
         self._greet()
         assert self._memory is not None
         buckets = self._memory.buckets(self.parameters)
@@ -179,6 +183,8 @@ class ServerStrategy:
             self.buffers.begin()
             self.buckets.begin()
             self.lookups.begin()
+            if self._packing is not None:
+                self._packing.begin()
         if last:
             self.buckets.arm(self.gradient_sum)
         self._around.last = last
@@ -215,7 +221,8 @@ class ServerStrategy:
         return agreed._replace(norm=norm_of_blocks(torch.cat(norms)))
 
     def update(self, scale: float, check: bool = True) -> bool:
-        if check and not self._finite:
+        keeps = self._packing is not None and self._packing.codec.keeps_residual
+        if (check or keeps) and not self._finite:
             self.buffers.restore()
             return False
         assert self._settings is not None
@@ -241,6 +248,8 @@ class ServerStrategy:
         self.staleness.add(self.batch + 1 - values[0].committed)
         self.trace = pulled, [own.made for own in values], self._versions
         self._advance_to(self.batch + 1)
+        if self._packing is not None:
+            self._packing.commit()
         self.buffers.commit()
         self.mesh.world.bytes_sent += self.client.take_bytes()
         return True
@@ -257,7 +266,9 @@ class ServerStrategy:
         """
         blocks, plan = pushed_blocks(layout), layout.plan
         keys = layout_on_servers(layout).keys
-        num_bytes = len(blocks) * sum(_pushed_bytes(key, plan.codec) for key in keys)
+        num_bytes = len(blocks) * sum(
+            min(key.num_bytes, packed_bytes(plan.codec, key)) for key in keys
+        )
         sums = [Message("gradients", "servers", "push", len(keys), num_bytes)]
         sums += sent_by_worker(layout, blocks)
         told = []
@@ -269,6 +280,10 @@ class ServerStrategy:
         """What servers hold is fetched by the ranks in turn; what they do not, all ranks hold."""
         self.wait_for_parameters()
         state = self._served.fetch()
+        if self._packing is not None:
+            own = self._packing.state()
+            state.tensors.update(own.tensors)
+            state.plain.update(own.plain)
         if not self.in_lockstep and self.group.rank:
             return state  # workers differ in their buffers: those of rank 0 are kept
         for name, tensor in self._served.others():
@@ -283,6 +298,8 @@ class ServerStrategy:
         with self.group.raise_on_all():
             _load_held(self.attached, source, self._served.others())
             self._served.send(source, step)
+        if self._packing is not None:
+            self._packing.load(source, step)
         self._advance_to(step)
         self._route.announce_state(self.client, self.group, step)
         self._pull(step, meets=True)
@@ -301,11 +318,15 @@ class ServerStrategy:
         state = TrainState({}, self.attached.optimizer, {}).state_dict()
         for name, tensor in _all_held(self.attached.model):
             state.tensors[f"model.{name}"] = slices_of(name, tensor, self.holding)
+        if self._packing is not None:
+            state.plain.update(self._packing.plain)
         return state
 
     @torch.no_grad()
     def join(self, source: StateSource, step: int) -> None:
         """Servers have what is theirs already."""
+        if self._packing is not None:
+            self._packing.join(source, step)
         _load_held(self.attached, self._begin_load(source), _all_held(self.attached.model))
         self._advance_to(step)
         if not self.in_lockstep:  # in lockstep a peer's parameters are those of now
@@ -393,9 +414,11 @@ class ServerStrategy:
                 p.grad = None
 
     def _push_bucket(self, bucket: GradientBucket) -> PushedBucket:
-        if self._packing is not None:
-            self._packing.round(bucket.rows)
-        for key in self.layout.keys_of_buffer(len(self.buckets.sent)):
+        keys = self.layout.keys_of_buffer(len(self.buckets.sent))
+        for key in keys:
+            if self._packing is not None:
+                own = self.layout.keys[key]
+                self._packing.pack(key, [row[own.start : own.stop] for row in bucket.rows])
             self._push(key)
         if sum(row.nbytes for row in bucket.rows) > SMALL_BYTES:
             self.client.flush()  # so that servers add up while backward runs
@@ -409,9 +432,10 @@ class ServerStrategy:
         server, own = self.layout.holders[key], self.layout.keys[key]
         rows = [row[own.start : own.stop] for row in self.buckets.buckets[own.flat_buffer].rows]
         is_shared = self._memory.shares_with(server)
-        packing = self._packing if is_packed(own.itemsize) else None
-        if packing is not None and not is_shared:
-            rows = [packing.pack(row) for row in rows]
+        packed = None if self._packing is None else self._packing.pushed.get(key)
+        if packed is not None and not is_shared:
+            rows = packed.rows
+        late = [False] * len(self._segments[key]) if packed is None else packed.late
         self.client.queue_push(
             server,
             () if is_shared else rows,
@@ -419,15 +443,18 @@ class ServerStrategy:
             attempt=self._attempt,
             key=key,
             blocks=self.blocks,
-            touched=[self.buckets.touched[s.parameter] for s in self._segments[key]],
+            touched=[
+                self.buckets.touched[s.parameter] or is_late
+                for s, is_late in zip(self._segments[key], late, strict=True)
+            ],
             is_shared=is_shared,
-            codec="none" if packing is None or is_shared else packing.name,
+            codec="none" if packed is None or is_shared else packed.codec,
         )
         if not is_shared and own.num_bytes > SMALL_BYTES:
             self.client.flush()  # the next one is made ready while this one travels
         if is_shared:  # as if it had been sent
-            num_bytes = own.num_bytes if packing is None else (own.stop - own.start) * PACKED_BYTES
-            self.client.num_bytes += num_bytes * len(rows)
+            sent = rows if packed is None else packed.rows
+            self.client.num_bytes += sum(row.nbytes for row in sent)
 
     def _which(self, pieces: range) -> dict[str, int]:
         return {
@@ -476,17 +503,10 @@ def _attach_model(
     num_pieces: int,
     in_lockstep: bool,
 ) -> AttachedModel:
-    """A worker's own `num_pieces`; in lockstep those of all, and every worker must call it.
-
-    In lockstep workers agree on losses and requests in every step, those of one host in shared
-    memory: a message would cost more than the rest of a small step.
-    """
+    """A worker's own `num_pieces`; in lockstep those of all, and every worker must call it."""
     if not in_lockstep:
         mesh = mesh._replace(world=Group(), data=Group())
-    attached = AttachedModel(model, optimizer, mesh, holding, num_pieces, 1)
-    if mesh.data.num_ranks > 1:
-        attached.rounds.agree_in_memory(len(served_parameters(model)))
-    return attached
+    return AttachedModel(model, optimizer, mesh, holding, num_pieces, 1)
 
 
 def _all_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -504,12 +524,6 @@ def _load_held(
         source.fill(f"model.{name}", slices_of(name, tensor, attached.holding))
 
 
-def _pushed_bytes(key: ParameterKey, codec: str) -> int:
-    if codec == "none" or not is_packed(key.itemsize):
-        return key.num_bytes
-    return PACKED_BYTES * (key.stop - key.start)
-
-
 def _held(layout: RankLayout, num_rows: int) -> MemoryUse:
     """A worker's gradients are in memory that servers read.
 
@@ -525,10 +539,15 @@ def _held(layout: RankLayout, num_rows: int) -> MemoryUse:
     if layout.plan.staleness_bound == 0:
         read = sum(layout.trained[number].num_bytes for number in parameter_addresses(places))
     words = f"{sums} partial sums of gradients" if sums else "the largest bucket's gradients"
+    extra = Amount(sums * layout.gradient_bytes or largest, words)
+    if layout.plan.codec not in ("none", *HALF_CODECS):
+        packed = [key for key in places.keys if is_packed(layout.plan.codec, key)]
+        count = 2 * num_rows * sum(key.stop - key.start for key in packed)
+        extra = added_up(extra, Amount(SINGLE * count, "what packing did not send, and a copy"))
     return MemoryUse(
         Amount(held - read, "but what it reads at the servers" if read else "what this rank holds"),
         Amount(places.row_places(num_rows)[-1], rows),
         Amount(0, "on the servers"),
         buffers_held(layout),
-        Amount(sums * layout.gradient_bytes or largest, words),
+        extra,
     )

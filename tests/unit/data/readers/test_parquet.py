@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from shoal.data.batches import Batches
-from shoal.data.readers.parquet import parquet
 from shoal.data.readers.records import BadRecord, SourceLost
+from shoal.data.readers.tables import _TableFile, parquet
+from shoal.data.readers.tables import table as open_table
 from shoal.errors import UsageError
 from shoal.testing.sources import Case, SourceConformance, in_fork
 
@@ -77,12 +78,12 @@ class TestPairs(SourceConformance):
 
 def test_a_pass_decodes_each_group_once(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Any] = []
-    read = pq.ParquetFile.read_row_group
+    read = _TableFile.read
     monkeypatch.setattr(
-        pq.ParquetFile,
-        "read_row_group",
-        lambda self, group, columns, **more: (
-            decoded.append(tuple(columns)) or read(self, group, columns=columns, **more)
+        _TableFile,
+        "read",
+        lambda self, block, columns, where: (
+            decoded.append(tuple(columns)) or read(self, block, columns, where)
         ),
     )
     source = parquet(paths, columns=["x", "y"], window=2).pairs("x", "y")
@@ -165,6 +166,73 @@ def test_want_of_memory_is_no_fault_of_a_row(
     def fail(*_: Any, **__: Any) -> Any:
         raise pa.ArrowMemoryError("malloc of size 64 failed")
 
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", fail)
+    monkeypatch.setattr(_TableFile, "read", fail)
     with pytest.raises(MemoryError):
         parquet(paths)[0]
+
+
+def written(tmp_path: Path, kind: str) -> list[Path]:
+    """The same rows in two files of a kind."""
+    paths = [tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"]
+    for path, (start, stop) in zip(paths, [(0, 7), (7, 9)], strict=True):
+        rows = pa.table({"y": list(range(start, stop)), "z": [n / 2 for n in range(start, stop)]})
+        if kind == "csv":
+            pytest.importorskip("pyarrow.csv").write_csv(rows, path)
+        elif kind == "json":
+            path.write_text("".join(f'{{"y": {n}, "z": {n / 2}}}\n' for n in range(start, stop)))
+        elif kind == "arrow":
+            with pa.ipc.new_file(path, rows.schema) as file:
+                file.write_table(rows, max_chunksize=3)
+        else:
+            pq.write_table(rows, path, row_group_size=3)
+    return paths
+
+
+KINDS = ["parquet", "arrow", "csv", "json"]
+
+
+@pytest.mark.full
+class TestKinds(SourceConformance):
+    @pytest.fixture(params=KINDS)
+    def case(self, request: pytest.FixtureRequest, tmp_path: Path) -> Case:
+        paths = written(tmp_path, request.param)
+        kept = [{"z": n / 2, "y": n} for n in range(9) if n >= 4]
+        found = [("y", ">=", 4)]
+        return Case(lambda: open_table(paths, columns=["z", "y"], where=found), kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file(kind: str, tmp_path: Path) -> None:
+    paths = written(tmp_path, kind)
+    rows = open_table(paths)
+    assert list(rows) == [{"y": n, "z": n / 2} for n in range(9)]
+    inputs, target = rows.pairs("z", "y").take(np.array([8, 0, 5]))
+    assert inputs.tolist() == [4.0, 0.0, 2.5] and target.tolist() == [8, 0, 5]
+    some = open_table(paths, where=pa.dataset.field("y") == 7)
+    assert list(some) == [{"y": 7, "z": 3.5}] and some.identity() != rows.identity()
+    assert some.content_name() != rows.content_name()
+    with pytest.raises(UsageError, match=r"(?s)a\.\w+ cannot be filtered: .*`where`"):
+        open_table(paths, where=[("why", "=", 1)])
+    paths[1].write_bytes(b"\x00\xff not a table")
+    with pytest.raises(UsageError, match=r"b\.\w+"):
+        open_table(paths)
+
+
+def test_what_a_filter_rules_out_is_not_read(tmp_path: Path) -> None:
+    """Statistics of row groups: a damaged one that cannot match is never decoded."""
+    path = tmp_path / "a.parquet"
+    rows = pa.table({"y": list(range(2000)), "t": [f"text {n}" for n in range(2000)]})
+    pq.write_table(rows, path, row_group_size=1000, compression=None, use_dictionary=False)
+    whole = path.read_bytes()
+    at = whole.index((3).to_bytes(8, "little"))  # of the first group
+    path.write_bytes(whole[: at - 30] + bytes(20) + whole[at - 10 :])
+    some = parquet(path, where=[("y", ">=", 1500)])
+    assert len(some) == 500 and some[0] == {"y": 1500, "t": "text 1500"}
+
+
+def test_wrong_kinds_and_filters_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\n")
+    with pytest.raises(UsageError, match="'txt' is no kind of table"):
+        open_table(tmp_path / "a.txt")
+    with pytest.raises(UsageError, match="is no filter"):
+        open_table(written(tmp_path, "csv"), where=[("y", "~", 1)])

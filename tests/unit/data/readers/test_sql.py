@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shoal.data.identity import content_name
-from shoal.data.readers import sql_keys
+from shoal.data.readers import keyed
 from shoal.data.readers.records import BadRecord, SourceLost
 from shoal.data.readers.sql import _may_pass, sql
 from shoal.errors import UsageError
@@ -151,6 +151,8 @@ def test_credentials_and_names_of_postgres(postgres: Server) -> None:
         ({"table": "samples; DROP TABLE x", "key": "id"}, "no plain name"),
         ({"table": "samples", "key": "id", "columns": ["a b"]}, "the column 'a b' is no plain"),
         ({"key": "id"}, "a table or a query"),
+        ({"table": "samples"}, r"no key\. A table or a query has no order.*key=\"id\""),
+        ({"table": "samples", "key": "id", "version": "a b"}, "the version 'a b' is no plain"),
         ({"table": "samples", "query": "SELECT 1", "key": "id"}, "a table or a query"),
         ({"query": "SELEC * FROM samples", "key": "id"}, r"the query of .* cannot be read: near"),
         ({"query": "SELECT nam FROM samples", "key": "nam"}, r"no such column: nam\. Check"),
@@ -274,6 +276,53 @@ def test_a_removed_row_is_named_and_an_added_one_is_not_seen(path: Path) -> None
     assert len(source) == 3 and source[2] == EXPECTED[2]
 
 
+def test_a_row_that_changed_is_named_by_its_version(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE samples ADD COLUMN edited INTEGER DEFAULT 1")
+    database.close()
+    source = sql(to(path), "samples", key="id", columns=["name"], version="edited")
+    before = content_name(source)
+    assert source[1] == {"name": EXPECTED[1]["name"]}
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE samples SET name = 'other', edited = 2 WHERE id = 5")
+    database.close()
+    with pytest.raises(BadRecord, match=r"id = 5 \(sample 1\) was changed .* version is 2 now"):
+        source[1]
+    assert source[2] == {"name": EXPECTED[2]["name"]}
+    assert content_name(sql(to(path), "samples", key="id", version="edited")) != before
+
+
+def test_a_key_that_repeats_later_is_named(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE t (k INTEGER, v REAL)")
+        database.executemany("INSERT INTO t VALUES (?, ?)", [(1, 0.5), (2, 1.5)])
+    source = sql(to(tmp_path / "a.db"), "t", key="k")
+    with database:
+        database.execute("INSERT INTO t VALUES (2, 9.0)")
+    database.close()
+    with pytest.raises(BadRecord, match=r"k = 2 \(sample 1\) is there 2 times by now"):
+        source[1]
+
+
+def test_rows_of_numbers_become_pairs(tmp_path: Path) -> None:
+    """What no tensor can hold is named by its key, and so is a row unlike the others."""
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE t (k INTEGER PRIMARY KEY, x, y)")
+        rows = [(1, 0.5, 1), (2, 1.5, 0), (3, "high", 1), (4, None, 1), (5, 2, 1)]
+        database.executemany("INSERT INTO t VALUES (?, ?, ?)", rows)
+    database.close()
+    pairs = sql(to(tmp_path / "a.db"), "t", key="k").pairs("x", "y")
+    inputs, target = pairs.take(np.array([1, 0]))
+    assert inputs.tolist() == [1.5, 0.5] and target.tolist() == [0, 1]
+    for ids, said in [
+        ([0, 2], r"k = 3 \(sample 2\) has a str \('high'\) in 'x', which no tensor"),
+        ([3], r"k = 4 \(sample 3\) has a null, or nothing, in 'x'"),
+        ([0, 4], r"k = 5 \(sample 4\) holds int64 \[\] in 'x', and sample 0 float64 \[\]"),
+    ]:
+        with pytest.raises(BadRecord, match=said):
+            pairs.take(np.array(ids))
+
+
 def test_many_keys_of_any_kind(tmp_path: Path) -> None:
     names = [f"key {number:05}" for number in range(1234)]
     with sqlite3.connect(tmp_path / "a.db") as database:
@@ -287,7 +336,7 @@ def test_many_keys_of_any_kind(tmp_path: Path) -> None:
 
 def test_keys_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in memory is the keys, 8 bytes each, and a page."""
-    monkeypatch.setattr(sql_keys, "PAGE", 1000)
+    monkeypatch.setattr(keyed, "PAGE", 1000)
     with sqlite3.connect(tmp_path / "a.db") as database:
         database.execute("CREATE TABLE t (k INTEGER PRIMARY KEY)")
         database.executemany("INSERT INTO t VALUES (?)", ((7 * k,) for k in range(50_000)))
@@ -296,18 +345,20 @@ def test_keys_are_read_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     source = sql(to(tmp_path / "a.db"), "t", key="k")
     assert tracemalloc.get_traced_memory()[1] < 16 * 50_000
     tracemalloc.stop()
-    assert np.array_equal(source._keys, 7 * np.arange(50_000))
+    assert np.array_equal(source._rows.keys, 7 * np.arange(50_000))
 
 
 @pytest.mark.parametrize(
     "given", [[1, 2, 3], [1, 2, 2**63], [1, 2.5, 3], ["a", "b", "c"], [1, 2, "b"], []]
 )
 def test_pages_of_keys_are_one_list(given: list[Any]) -> None:
-    found = sql_keys.pack_keys([given[:2], given[2:]], "k", "t")
+    pages = [[(key, key) for key in page] for page in (given[:2], given[2:])]
+    found, versions = keyed.index_rows(pages, "k", "t", versioned=True)
+    assert versions is not None and len(versions) == len(given)
     assert list(found) == given
     assert isinstance(found, np.ndarray) == all(type(k) is int and k < 2**63 for k in given)
     with pytest.raises(UsageError, match=r"3 more than once in the column k\."):
-        sql_keys.pack_keys([[1, 3], [3, 4]], "k", "t")
+        keyed.index_rows([[(1, 0), (3, 0)], [(3, 0), (4, 0)]], "k", "t")
 
 
 def test_rows_may_come_as_dicts(path: Path, postgres: Server) -> None:
@@ -347,7 +398,7 @@ def test_keys_of_postgres_stay_on_the_server(postgres: Server, autocommit: bool)
 
     query = "SELECT id, name FROM samples WHERE name LIKE '%'"
     source = sql(connect, query=query, key="id")
-    assert source._keys.tolist() == [2, 5, 7] and "shoal_keys" in named
+    assert source._rows.keys.tolist() == [2, 5, 7] and "shoal_keys" in named
     assert source[0]["name"] == "two"
 
 

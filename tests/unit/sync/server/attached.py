@@ -16,6 +16,7 @@ from shoal.comm.mesh import Mesh, Servers
 from shoal.comm.shared_memory import NotShared
 from shoal.sync.server import worker_memory
 from shoal.sync.server.loop import ServerLoop
+from shoal.sync.server.packing import GradientPacker
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import ServerShard, layout_of
 from shoal.sync.server.strategy import ServerStrategy, WorkerOptions
@@ -68,6 +69,8 @@ def trained_at(
             servers.append(server)
             addresses.append(loop.address)
         stack.callback(is_over.set)
+        if (codec := options.pop("codec", "none")) != "none":
+            options["packing"] = GradientPacker(codec, options.get("checks", False))
         model, strategy = Model(shares), ServerStrategy(1, bound, WorkerOptions(**options))
         reached = Servers(tuple(addresses), 0, "x", lambda: False)
         mesh = Mesh(Group(), Group(), Group(), Group(), "cpu", servers=reached)

@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from shoal.errors import RecipeError
+from shoal.sync.server.layout import make_layout
 from shoal.sync.server.messages import RequestRefused
 from shoal.sync.server.packing import GradientPacker
+from shoal.sync.state import MemorySource
 from tests.unit.sync.server.attached import SIZES, alone, trained_at
 from tests.unit.sync.server.played import Worker, make_server, only, send
 
@@ -43,11 +46,41 @@ def test_half_the_bytes_are_sent(frames: bool) -> None:
     assert sent["none"] == 2 * sent["fp16"] >= 4 * sum(SIZES)
 
 
+def packer(name: str, row: Tensor, checks: bool = False) -> GradientPacker:
+    """One that packs a single parameter, for the only replica."""
+    p = nn.Parameter(torch.zeros_like(row, dtype=row.dtype))
+    made = GradientPacker(name, checks)
+    layout = make_layout([(row.numel(), row.itemsize, row.dtype)], True, 1)
+    made.attach(layout, [("p", p)], 1, (0, 1))
+    return made
+
+
 def test_elements_of_two_bytes_are_left_alone() -> None:
     row = torch.tensor([1e-30, 3.0], dtype=torch.bfloat16)
-    packing = GradientPacker("fp16", checks=False)
-    packing.round([row])
+    packer("fp16", row).pack(0, [row])
     assert row[0]
+
+
+def test_what_is_dropped_is_pushed_with_the_next_step() -> None:
+    row = torch.full((512,), 1e-3)
+    row[0] = 1.0
+    packing, before = packer("int4", row), row.clone()
+    packing.pack(0, [row])
+    assert not row[1:256].any() and row[0] == 1.0
+    packing.begin()  # the step is not made
+    again = before.clone()
+    packing.pack(0, [again])
+    assert torch.equal(row, again)
+    packing.commit()
+    later = torch.zeros(512)
+    packing.pack(0, [later])
+    torch.testing.assert_close(later[1:256], before[1:256])
+    state = packing.state()
+    other = packer("int4", row)
+    other.load(MemorySource(state), 7)
+    assert other.steps == 1
+    (kept,), (taken,) = (own.state().tensors.values() for own in (packing, other))
+    assert torch.equal(kept[0].tensor, taken[0].tensor)
 
 
 def test_what_fp16_does_not_hold_is_refused() -> None:
@@ -63,13 +96,13 @@ def test_what_fp16_does_not_hold_is_refused() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_was_not_finite_before_is_not_the_codecs_fault(value: float) -> None:
     row = torch.tensor([value])
-    GradientPacker("fp16", checks=False).round([row])
+    packer("fp16", row).pack(0, [row])
     assert not row.isfinite().any()
 
 
 def test_under_a_loss_scale_the_sum_tells_of_an_overflow() -> None:
     row = torch.tensor([70_000.0])
-    GradientPacker("fp16", checks=True).round([row])
+    packer("fp16", row, checks=True).pack(0, [row])
     assert row.isinf().all()
 
 

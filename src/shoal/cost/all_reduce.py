@@ -1,4 +1,4 @@
-"""Measure an all-reduce of two ranks of this machine, over loopback.
+"""Measure an all-reduce of two ranks of this machine, through memory or else over loopback.
 
 The ranks are two child processes with their own deadline, so that a machine on which ranks cannot
 connect costs the doctor some seconds and never hangs it.
@@ -6,6 +6,7 @@ connect costs the doctor some seconds and never hangs it.
 
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from shoal.events.meters import Stopwatch
 from shoal.system.processes import die_with_parent
@@ -25,6 +27,21 @@ MESSAGE_BYTES = 16 * 2**20
 
 class MeasurementFailed(Exception):
     """A measuring child did not answer in time, or died; the message says which."""
+
+
+def interfaces_up() -> dict[str, str]:
+    """Interfaces that are up, with an IPv4 address each."""
+    states = psutil.net_if_stats()
+    return {
+        name: address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and name in states and states[name].isup
+    }
+
+
+def loopback(interfaces: dict[str, str]) -> str | None:
+    return next((name for name, ip in interfaces.items() if ip.startswith("127.")), None)
 
 
 def measure_all_reduce(interface: str) -> dict[str, float]:
@@ -91,6 +108,7 @@ def _measure_as(rank: int, address: str) -> dict[str, float]:
     import torch.distributed as dist
     import zmq
 
+    from shoal.comm.collectives import Group
     from shoal.comm.run_store import StoreClient
 
     limit_s, context = DEADLINE_S * 0.75, zmq.Context[zmq.Socket[bytes]]()
@@ -102,14 +120,16 @@ def _measure_as(rank: int, address: str) -> dict[str, float]:
         world_size=2,
         timeout=timedelta(seconds=limit_s),
     )
+    group = Group(dist.group.WORLD).subgroup(range(2))  # in memory, as ranks of a run would
     seconds = {}
     for name, size, repeats in (("small_s", 1, 300), ("large_s", MESSAGE_BYTES // 4, 8)):
         message, laps, watch = torch.zeros(size), [], Stopwatch()
         for _ in range(repeats):
             watch.start()
-            dist.all_reduce(message)
+            group.all_reduce(message).wait()
             laps.append(watch.lap())
         seconds[name] = statistics.median(laps)
+    group.handle = None  # whose threads must not outlive the world
     dist.destroy_process_group()
     store.close()
     context.term()

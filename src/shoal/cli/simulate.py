@@ -1,0 +1,222 @@
+"""`shoal simulate`: what becomes of a run over hours, with failures and stragglers, beforehand."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from shoal.cli import options
+from shoal.cli.output import as_json, print_json
+from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from shoal.cost.simulation_report import SimulationReport
+    from shoal.system.fork_server import WorkerMain, WorkerSpec
+
+
+def _read_slow(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float]:
+    found = {}
+    for text in values:
+        number, equals, times = text.partition("=")
+        try:
+            found[int(number)] = float(times)
+        except ValueError:
+            equals = ""
+        if not equals or int(number) < 0 or not 0 < found[int(number)] < float("inf"):
+            raise click.BadParameter(f"{text!r} is not NUMBER=TIMES, as in 3=5.")
+    return found
+
+
+def _positive(unit: str) -> Callable[[click.Context, click.Parameter, float], float]:
+    def check(context: click.Context, parameter: click.Parameter, value: float) -> float:
+        if not 0 < value < float("inf"):
+            raise click.BadParameter(f"{value:g} {unit} is no time. Give more than 0.")
+        return value
+
+    return check
+
+
+_rate = click.FloatRange(min=0.0, max=1e6)
+
+
+@click.command(epilog=options.plan_help())
+@click.argument("recipe")
+@options.plan
+@options.settings
+@click.option(
+    "--cluster",
+    metavar="FILE",
+    help="The hosts: a TOML file or the name of a shipped one. Default: this machine, measured.",
+)
+@click.option(
+    "--hours",
+    type=float,
+    default=24.0,
+    show_default=True,
+    callback=_positive("hours"),
+    help="How long the run is watched.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--sweep",
+    metavar="AXIS=A..B",
+    help="Also scaling curves, strong and weak, over sizes of data, tensor or pipeline.",
+)
+@click.option(
+    "--svg",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Draw a step, goodput over time and the scaling curves into FILE.",
+)
+@options.spares
+@click.option(
+    "--spare-hosts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Hosts of the cluster that stand by, beside those that the plan needs.",
+)
+@click.option(
+    "--failures",
+    "failures_per_month",
+    type=_rate,
+    help="How often a host is lost in a month. Default: as the cluster says.",
+)
+@click.option(
+    "--kills",
+    "kills_per_month",
+    type=_rate,
+    default=0.0,
+    show_default=True,
+    help="How often the process of a rank or server ends by itself in a month.",
+)
+@click.option(
+    "--repair",
+    "repair_minutes",
+    type=float,
+    default=60.0,
+    show_default=True,
+    callback=_positive("minutes"),
+    metavar="MINUTES",
+    help="After which a lost host, or another in its place, is there.",
+)
+@click.option(
+    "--slow",
+    "slow_ranks",
+    multiple=True,
+    metavar="RANK=TIMES",
+    callback=_read_slow,
+    help="A rank that takes so many times as long as the others. May be repeated.",
+)
+@click.option(
+    "--slow-link",
+    "slow_links",
+    multiple=True,
+    metavar="HOST=TIMES",
+    callback=_read_slow,
+    help="A host whose messages take so many times as long. May be repeated.",
+)
+@click.option(
+    "--jitter",
+    type=click.FloatRange(min=0.0, max=10.0),
+    default=0.0,
+    show_default=True,
+    help="Standard deviation of each rank's time for a step, as a share of it.",
+)
+@click.option(
+    "--store",
+    default="1GB",
+    show_default=True,
+    metavar="BYTES",
+    help="What the place of checkpoints takes and gives in a second, from all ranks together.",
+)
+@as_json
+def simulate(recipe: str, settings: dict[str, str], **given: Any) -> None:
+    """Simulate hours of RECIPE under a plan on a cluster: step time, goodput, failures.
+
+    \b
+    shoal simulate recipes/charlm.py:small --plan data=16 --cluster laptops-16 --hours 24
+    shoal simulate mine.py:large --plan "data=64 pipeline=4" --cluster gpus-1000x8 --jitter 0.05 \\
+        --set save_every=500 --sweep data=8..1024 --svg simulation.svg
+
+    The recipe is profiled once, in a process of its own; no rank is started. The same seed gives
+    the same result. Exit codes: 0 done, 1 the recipe's own error, 2 usage, plan or input.
+    """
+    from shoal.cost.scenario import sweep_sizes
+    from shoal.formatting import num_bytes_of
+
+    options.refuse_unusable_process()
+    options.check_plan(given["plan"])
+    num_bytes_of(given["store"], "--store")
+    if given["sweep"] is not None:
+        sweep_sizes(given["sweep"])
+    sys.exit(_simulate(recipe, settings, given))
+
+
+def _simulate(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> int:
+    from shoal.cluster.local import await_facts
+    from shoal.cost.cluster import Cluster, read_cluster
+    from shoal.cost.simulation_report import SimulationReport, format_simulation
+    from shoal.cost.this_machine import this_cluster
+    from shoal.system.fork_server import ForkServer
+
+    named = given["cluster"]
+    cluster: Cluster = this_cluster() if named is None else read_cluster(named)
+    with tempfile.TemporaryDirectory(prefix="shoal-simulate-") as name:
+        directory = Path(name)
+
+        def prepare() -> "tuple[dict[str, Any], WorkerMain]":
+            report = _in_child(recipe, settings, given, cluster)
+            (directory / "report").write_bytes(msgspec.msgpack.encode(report))
+            return {}, _start_no_rank
+
+        fork_server = ForkServer(prepare, directory / "recipe.log")
+        try:
+            await_facts(fork_server)
+        finally:
+            fork_server.close()
+        content = (directory / "report").read_bytes()
+    found = msgspec.msgpack.decode(content, type=SimulationReport)
+    if given["svg"] is not None:
+        _draw(found, recipe, given["svg"])
+    if given["as_json"]:
+        print_json(found.as_json())
+        return 0
+    click.echo(format_simulation(found, recipe))
+    return 0
+
+
+def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any], cluster: Any) -> Any:
+    from shoal.cost.simulation_report import make_report
+    from shoal.elastic.worker import set_rank_threads
+    from shoal.numerics.precision import environment_for
+    from shoal.plans.plan import Plan
+    from shoal.training.recipe import load_recipe
+
+    set_rank_threads()
+    if given["plan"] is not None:  # before the recipe computes anything
+        os.environ.update(environment_for(Plan.parse(given["plan"]).precision))
+    return make_report(load_recipe(recipe, settings), cluster, given)
+
+
+def _start_no_rank(birth: "WorkerSpec") -> int:
+    raise AssertionError("a simulation starts no ranks")
+
+
+def _draw(found: "SimulationReport", recipe: str, path: Path) -> None:
+    from shoal.cost.simulation_svg import draw_simulation
+
+    try:
+        path.write_text(draw_simulation(found, recipe), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"The picture cannot be written to {path}: {error.strerror}. "
+            "Choose another file with --svg FILE."
+        ) from error

@@ -1,0 +1,360 @@
+"""What ranks of one host tell each other through shared memory: rounds, and letters between two.
+
+Each rank has a ring of slots, and writes only there. In a round every rank may put something into
+its next slot. A count beside the ring says how many it has put in, another how many rounds it is
+done with, so a slot is written again only when all have read it. Every collective is a sequence of
+rounds: an all-reduce of two ranks is one copy and one addition for each slot's worth. Sums are
+taken in the order of ranks, by every rank alike, so that all get the same bits. A `Mailbox` is the
+like for two ranks, with slots as large as the messages.
+
+Operations are generators that yield where they would have to wait, and nothing here waits: see
+`shared_group.py`, which drives them. Only for CPUs that keep the order of stores (x86): who sees a
+count must see what it counts. Cost: RING slots of SLOT_BYTES for each rank, and up to MAIL_BYTES
+for each two that send to one another.
+"""
+
+import mmap
+import os
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from shoal.comm.shared_memory import SegmentHandle, SharedSegment
+
+SLOT_BYTES = 256 << 10
+RING = 4  # slots of each rank
+MOST_CONTENT = SLOT_BYTES - 8  # bytes of a rank in `gather_bytes`
+MOST_LETTERS = 12  # that one rank may have on their way to another
+MAIL_BYTES = 32 << 20  # that these may take together, unless two take more
+SMALL_BYTES = 64 << 10  # that every rank adds up by itself, rather than a share of it
+_WORD = 8  # bytes
+_ROW_WORDS = 16  # of one rank: no two ranks write into one line of a cache, nor a pair of them
+_HANDLE_BYTES = 256
+_PUT, _READ, _PID = 0, 1, 2  # columns of a rank's row
+_VERSION, _LETTER_BYTES = 2, 3  # and, beside the first two, of a mailbox's
+
+Steps = Generator[None, None, None]  # an operation: it yields where it would have to wait
+Operator = tuple[Callable[..., Tensor], int]  # and what a mean is divided by, or 0
+SUM: Operator = (torch.add, 0)
+MAX: Operator = (torch.maximum, 0)
+
+
+def segment_bytes(num_ranks: int) -> int:
+    """The memory that a group of so many ranks needs."""
+    return _head_bytes(num_ranks) + num_ranks * RING * SLOT_BYTES
+
+
+class SharedRounds:
+    """One rank's view of the memory. All ranks make the same operations, in the same order."""
+
+    def __init__(self, segment: SharedSegment, rank: int, num_ranks: int):
+        self.rank, self.num_ranks = rank, num_ranks
+        self._segment = segment
+        self._memory = segment.bytes.numpy().data.cast("B")
+        self._words = self._memory[: _words_bytes(num_ranks)].cast("q")
+        slots = segment.bytes[_head_bytes(num_ranks) :][: num_ranks * RING * SLOT_BYTES]
+        self._slots = slots.view(num_ranks, RING, SLOT_BYTES)
+        self._round = self._num_put = 0  # rounds that are over, and that this rank has put into
+        self._words[rank * _ROW_WORDS + _PID] = os.getpid()
+
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that have come so far, by rank."""
+        found = {r: self._words[r * _ROW_WORDS + _PID] for r in range(self.num_ranks)}
+        return {rank: pid for rank, pid in found.items() if pid}
+
+    def late(self) -> list[int]:
+        """The ranks that have put nothing into the round under way."""
+        put = [self._words[r * _ROW_WORDS + _PUT] for r in range(self.num_ranks)]
+        return [rank for rank, count in enumerate(put) if count <= self._round]
+
+    def mailbox(self, source: int, to: int) -> "Mailbox":
+        number = source * self.num_ranks + to
+        row = (self.num_ranks + number) * _ROW_WORDS
+        handle = _words_bytes(self.num_ranks) + number * _HANDLE_BYTES
+        return Mailbox(
+            self._words[row : row + _ROW_WORDS], self._memory[handle : handle + _HANDLE_BYTES]
+        )
+
+    # ---- operations
+
+    def all_reduce(self, tensor: Tensor, operator: Operator) -> Steps:
+        """In place. Large tensors in two turns: each rank adds up its share of every part, then all
+        read the sums of the others."""
+        flat, is_copy = _flat(tensor)
+        parts = _parts(flat)
+        in_shares = self.num_ranks > 2 and flat.nbytes > SMALL_BYTES
+        shares = [_shares(part, self.num_ranks) for part in parts]
+        own = [each[self.rank] for each in shares] if in_shares else parts
+
+        def add(number: int) -> None:
+            rows = [self._slot(r, parts[number]) for r in range(self.num_ranks)]
+            if in_shares:
+                rows = [_shares(row, self.num_ranks)[self.rank] for row in rows]
+            _reduce(own[number], rows, operator)
+
+        def take(number: int) -> None:
+            for rank, share in enumerate(shares[number]):
+                if rank != self.rank:
+                    share.copy_(self._slot(rank, share))
+
+        yield from self._rounds(parts, add)
+        if in_shares:
+            yield from self._rounds(own, take)
+        _put_back(tensor, flat, is_copy)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, operator: Operator) -> Steps:
+        """A slot holds as much of the share of every rank as fits."""
+        n = self.num_ranks
+        flat, is_copy = _flat(output)
+        rows = _flat(tensor)[0].view(n, -1)
+        width = SLOT_BYTES // n // flat.element_size()
+        parts = [part.reshape(-1) for part in rows.split(width, 1)]
+        sums = _parts(flat, width)
+
+        def add(number: int) -> None:
+            slots = [self._slot(r, parts[number]).view(n, -1)[self.rank] for r in range(n)]
+            _reduce(sums[number], slots, operator)
+
+        yield from self._rounds(parts, add)
+        _put_back(output, flat, is_copy)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Steps:
+        flat, is_copy = _flat(tensor)
+        parts = _parts(flat)
+
+        def take(number: int) -> None:
+            if self.rank != source:
+                parts[number].copy_(self._slot(source, parts[number]))
+
+        yield from self._rounds(parts if self.rank == source else [None] * len(parts), take)
+        _put_back(tensor, flat, is_copy and self.rank != source)
+
+    def all_gather(self, outputs: Sequence[Tensor], own: Tensor) -> Steps:
+        """Tensors of ranks may be of unlike lengths."""
+        flats = [_flat(tensor) for tensor in outputs]
+        parts = [_parts(flat) for flat, _ in flats]
+        num_rounds = max(map(len, parts))
+
+        def take(number: int) -> None:
+            for rank, of_rank in enumerate(parts):
+                if number < len(of_rank):
+                    of_rank[number].copy_(self._slot(rank, of_rank[number]))
+
+        mine = _parts(_flat(own)[0])
+        yield from self._rounds([*mine, *[None] * (num_rounds - len(mine))], take)
+        for output, (flat, is_copy) in zip(outputs, flats, strict=True):
+            _put_back(output, flat, is_copy)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+        """A slot has a column for each rank. Who has most to send or get says how many rounds."""
+        flats = [_flat(tensor) for tensor in outputs]
+        sent = [_flat(tensor)[0] for tensor in inputs]
+        longest = torch.tensor([max(map(len, [*(flat for flat, _ in flats), *sent]))])
+        yield from self.all_reduce(longest, MAX)
+        width = SLOT_BYTES // self.num_ranks // sent[0].element_size()
+        columns = sent[0].new_empty(self.num_ranks, width)
+
+        def fill(start: int) -> Tensor:
+            for column, row in zip(columns, sent, strict=True):
+                part = row[start : start + width]
+                column[: len(part)] = part
+            return columns.view(-1)
+
+        def take(start: int, _: int) -> None:
+            for rank, (flat, _) in enumerate(flats):
+                part = flat[start : start + width]
+                part.copy_(self._slot(rank, columns)[self.rank * width :][: len(part)])
+
+        for start in range(0, int(longest), width):
+            yield from self._rounds([fill(start)], partial(take, start))
+        for output, (flat, is_copy) in zip(outputs, flats, strict=True):
+            _put_back(output, flat, is_copy)
+
+    def gather_bytes(self, content: bytes, found: list[bytes]) -> Steps:
+        """Of all ranks, each shorter than a slot; without tensors, so in some microseconds."""
+        while not self._may_put():
+            yield
+        start = self._slot_start(self.rank, self._num_put)
+        self._memory[start + _WORD : start + _WORD + len(content)] = content
+        self._memory[start : start + _WORD] = len(content).to_bytes(_WORD, "little")
+        self._end_put()
+        while not self._is_complete():
+            yield
+        for rank in range(self.num_ranks):
+            start = self._slot_start(rank, self._round)
+            length = int.from_bytes(self._memory[start : start + _WORD], "little")
+            found.append(bytes(self._memory[start + _WORD : start + _WORD + length]))
+        self._end_round()
+
+    # ---- rounds
+
+    def _rounds(self, parts: Sequence[Tensor | None], take: Callable[[int], None]) -> Steps:
+        """A round for each part; `take` is called in each when all have put in theirs. As many are
+        put in ahead as there are slots."""
+        num_put = 0
+        for number in range(len(parts)):
+            while num_put < len(parts) and (self._may_put() or num_put == number):
+                while not self._may_put():
+                    yield
+                self._put(parts[num_put])
+                num_put += 1
+            while not self._is_complete():
+                yield
+            take(number)
+            self._end_round()
+
+    def _may_put(self) -> bool:
+        """Whether all have read what was in this rank's next slot."""
+        oldest, words = self._num_put - RING, self._words
+        return all(words[r * _ROW_WORDS + _READ] > oldest for r in range(self.num_ranks))
+
+    def _put(self, part: Tensor | None) -> None:
+        if part is not None and part.numel():
+            slot = self._slots[self.rank, self._num_put % RING, : part.nbytes]
+            slot.view(part.dtype).copy_(part)
+        self._end_put()
+
+    def _end_put(self) -> None:
+        self._num_put += 1
+        self._words[self.rank * _ROW_WORDS + _PUT] = self._num_put
+
+    def _is_complete(self) -> bool:
+        """Whether all have put something into the round."""
+        this, words = self._round, self._words
+        return all(words[r * _ROW_WORDS + _PUT] > this for r in range(self.num_ranks))
+
+    def _slot(self, rank: int, like: Tensor) -> Tensor:
+        """What a rank has put into this round: as many elements as `like` has."""
+        return self._slots[rank, self._round % RING, : like.nbytes].view(like.dtype)
+
+    def _slot_start(self, rank: int, number: int) -> int:
+        return _head_bytes(self.num_ranks) + (rank * RING + number % RING) * SLOT_BYTES
+
+    def _end_round(self) -> None:
+        self._round += 1
+        self._words[self.rank * _ROW_WORDS + _READ] = self._round
+
+
+class _Unopened(NamedTuple):
+    """A segment that its receiver may still have to open, though the sender has left the group."""
+
+    segment: SharedSegment
+    words: memoryview
+    first: int  # of the messages in it
+
+    def is_opened(self) -> bool:
+        return bool(self.words[_READ] > self.first)
+
+
+_UNOPENED: list[_Unopened] = []
+
+
+class Mailbox:
+    """What one rank sends to another, in order, through slots of a segment that the sender makes.
+
+    A message that is larger than a slot waits until all before it are taken; then a segment with
+    larger slots takes the place of the first.
+    """
+
+    def __init__(self, words: memoryview, handle: memoryview):
+        self._words, self._handle = words, handle
+        self._segment: SharedSegment | None = None
+        self._version = self._slot_bytes = self._num_slots = 0
+
+    def send(self, tensor: Tensor) -> Steps:
+        flat = _flat(tensor)[0]
+        while not self._has_room(flat.nbytes):
+            yield
+        if not self._fits(flat.nbytes):
+            self._make(1 << max(16, (flat.nbytes - 1).bit_length()))
+        if flat.numel():
+            self._slot(self._words[_PUT], flat).copy_(flat)
+        self._words[_PUT] += 1
+
+    def receive(self, tensor: Tensor) -> Steps:
+        flat, is_copy = _flat(tensor)
+        while self._words[_PUT] <= self._words[_READ]:
+            yield
+        if self._words[_VERSION] != self._version:
+            self._open()
+        if flat.numel():
+            flat.copy_(self._slot(self._words[_READ], flat))
+        self._words[_READ] += 1
+        _put_back(tensor, flat, is_copy)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        on_its_way = self._words[_PUT] - self._words[_READ]
+        return bool(on_its_way < self._num_slots) if self._fits(num_bytes) else not on_its_way
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Into the slots that there are."""
+        return self._segment is not None and num_bytes <= self._slot_bytes
+
+    def _slot(self, number: int, like: Tensor) -> Tensor:
+        assert self._segment is not None
+        start = number % self._num_slots * self._slot_bytes
+        return self._segment.bytes[start : start + like.nbytes].view(like.dtype)
+
+    def _make(self, slot_bytes: int) -> None:
+        self._set_slots(slot_bytes)
+        self._segment = SharedSegment.create(self._num_slots * slot_bytes)
+        _UNOPENED[:] = [one for one in _UNOPENED if not one.is_opened()]
+        _UNOPENED.append(_Unopened(self._segment, self._words, self._words[_PUT]))
+        place = msgspec.json.encode(self._segment.place)
+        self._handle[:] = place.ljust(_HANDLE_BYTES, b"\0")
+        self._version += 1
+        self._words[_LETTER_BYTES], self._words[_VERSION] = slot_bytes, self._version
+
+    def _open(self) -> None:
+        self._set_slots(self._words[_LETTER_BYTES])
+        place = msgspec.json.decode(bytes(self._handle).rstrip(b"\0"), type=SegmentHandle)
+        self._segment = SharedSegment.open(place, place.num_bytes)
+        self._version = self._words[_VERSION]
+
+    def _set_slots(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._num_slots = min(MOST_LETTERS, max(2, MAIL_BYTES // slot_bytes))
+
+
+def _reduce(out: Tensor, rows: Sequence[Tensor], operator: Operator) -> None:
+    function, divisor = operator
+    function(rows[0], rows[1], out=out)
+    for row in rows[2:]:
+        function(out, row, out=out)
+    if divisor:
+        out.div_(divisor)
+
+
+def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
+    """All elements in a row, and whether that is a copy."""
+    return tensor.detach().reshape(-1), not tensor.is_contiguous()
+
+
+def _put_back(tensor: Tensor, flat: Tensor, is_copy: bool) -> None:
+    if is_copy:
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def _parts(flat: Tensor, width: int = 0) -> list[Tensor]:
+    """As large as a slot, unless they have a width; one at least."""
+    return list(flat.split(width or SLOT_BYTES // flat.element_size()))
+
+
+def _shares(part: Tensor, num_ranks: int) -> list[Tensor]:
+    cuts = [len(part) * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [part[start:stop] for start, stop in pairwise(cuts)]
+
+
+def _words_bytes(num_ranks: int) -> int:
+    """Rows of the ranks, and then of the mailboxes between any two."""
+    return (num_ranks + num_ranks * num_ranks) * _ROW_WORDS * _WORD
+
+
+def _head_bytes(num_ranks: int) -> int:
+    num_bytes = _words_bytes(num_ranks) + num_ranks * num_ranks * _HANDLE_BYTES
+    return num_bytes + -num_bytes % mmap.PAGESIZE

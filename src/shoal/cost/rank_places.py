@@ -1,0 +1,129 @@
+"""Where the ranks of a plan are on a cluster, how fast they are, what messages take. Pure.
+
+Ranks are placed by the function that places those of a run (`cluster/placement.py`). A group whose
+ranks are on one host uses the link inside it; another crosses hosts, whose ranks share the link
+between them.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from shoal.cluster.placement import place
+from shoal.cost.cluster import Cluster
+from shoal.data.balance import can_balance
+from shoal.plans.plan import Plan
+from shoal.sync.costs import Message
+
+
+class RankGroup(NamedTuple):
+    """Ranks that communicate: their number, and how they lie on hosts."""
+
+    num_ranks: int
+    is_inside: bool  # all on one host
+    num_local: int  # on the host that has most of them
+    num_groups: int  # of such groups on that host, which send at once
+
+
+class RankPlaces:
+    """The ranks of one plan on one cluster."""
+
+    def __init__(self, plan: Plan, cluster: Cluster, flops_per_s: float):
+        """`flops_per_s` is the speed of the device that seconds were measured on."""
+        self.plan, self.cluster, self._flops_per_s = plan, cluster, flops_per_s
+        self.hosts = _hosts_of(plan, cluster)
+
+    @cached_property
+    def ranks_on(self) -> Counter[int]:
+        return Counter(self.hosts[: self.plan.num_ranks])
+
+    def group(self, axis: str, rank: int = 0) -> RankGroup:
+        plan, data = self.plan, self.plan.num_replicas
+        members: Sequence[int]
+        if axis == "tensor":
+            members = range(rank, rank + plan.tensor)
+        elif axis == "data":
+            members = range(rank, rank + data * plan.tensor, plan.tensor)
+        elif axis == "pipeline":
+            members = range(rank, plan.num_ranks, data * plan.tensor)
+        else:  # of all ranks, and of those with servers
+            members = range(plan.num_ranks)
+        lie = Counter(self.hosts[r] for r in members)
+        if axis not in ("tensor", "data", "pipeline", "world"):
+            lie.update(self.hosts[plan.num_ranks :])
+        host, local = lie.most_common(1)[0]
+        crowd = self.ranks_on[host] // max(1, local) if axis != "world" else 1
+        return RankGroup(len(members), len(lie) == 1, local, max(1, crowd))
+
+    def scale(self, ranks: Sequence[int]) -> float:
+        """By how much events take longer than in the profile: on the slowest of these ranks, or,
+        where work moves to fast ones, as all of them together."""
+        speeds = [self.cluster.group_of(self.hosts[rank]).flops for rank in ranks]
+        num_rounds = self.plan.num_pieces // self.plan.num_microbatches
+        moves = can_balance(self.plan) and num_rounds > self.plan.num_replicas
+        speed = sum(speeds) / len(speeds) if moves else min(speeds)
+        return self._flops_per_s / speed
+
+    @cached_property
+    def sharers(self) -> float:
+        """Ranks for each device of the host that has most ranks for its devices, 1 or more."""
+        crowds = (n / self.cluster.group_of(host).devices for host, n in self.ranks_on.items())
+        return max(1.0, *crowds)
+
+    @cached_property
+    def spare(self) -> float:
+        """The share of messages that runs beside computation: all on GPUs, on cores as far as
+        there are more of them than ranks."""
+        found = 1.0
+        for host, count in self.ranks_on.items():
+            group = self.cluster.group_of(host)
+            if group.device == "core":
+                found = min(found, max(0.0, group.devices - count) / count)
+        return found
+
+    def rank_scale(self, p: int) -> float:
+        data, tensor = self.plan.num_replicas, self.plan.tensor
+        return self.scale(range(p * data * tensor, (p + 1) * data * tensor))
+
+    def seconds(self, message: Message) -> float:
+        """Of the messages of one kind."""
+        if not message.count:
+            return 0.0
+        return self.transfer(
+            self.group(message.axis), message.count, message.num_bytes, message.how
+        )
+
+    def transfer(self, group: RankGroup, count: float, num_bytes: float, how: str = "") -> float:
+        hops = max(1.0, math.log2(max(2, group.num_ranks)))
+        link = self.cluster.inside if group.is_inside else self.cluster.between
+        if group.is_inside:
+            return link.seconds(count * hops, num_bytes) * self._talk_share()
+        # A ring crosses to the next host once for all of a host's ranks; others for each of them.
+        apart = max(1, group.num_ranks - group.num_local) / max(1, group.num_ranks - 1)
+        crowd = group.num_groups * (1.0 if how == "all-reduce" else group.num_local * apart)
+        return link.seconds(count * hops, num_bytes * max(1.0, crowd))
+
+    def _talk_share(self) -> float:
+        """Messages between cores take what cores there are."""
+        gpu = self.cluster.group_of(self.hosts[0]).device == "gpu"
+        return 1.0 if gpu else self.sharers
+
+
+@lru_cache(256)
+def _hosts_of(plan: Plan, cluster: Cluster) -> tuple[int, ...]:
+    """The host of each rank and server, on as few hosts as have the devices."""
+    needed, slots = plan.num_ranks, dict[int, int]()
+    times = -(-plan.num_ranks // cluster.num_devices)  # ranks for each device
+    host = 0
+    for group in cluster.hosts:
+        for _ in range(group.count):
+            enough = needed <= 0 if plan.hosts == 1 else len(slots) == plan.hosts
+            if enough:
+                break
+            slots[host] = group.devices * times
+            needed, host = needed - slots[host], host + 1
+    if plan.hosts > 1 and needed > 0:
+        slots = dict.fromkeys(slots, -(-plan.num_ranks // plan.hosts))
+    return place(plan, slots)

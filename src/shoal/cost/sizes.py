@@ -1,0 +1,114 @@
+"""The least that a plan must hold, from the sizes of a model alone: what is surely too large.
+
+A model is made without its weights, in a fork that ends with it, so a recipe that keeps the model
+it has made is not disturbed, and one that does not fit takes no memory. Activations, messages and
+what a rank cannot cut are left out: a run holds more, never less. For a real estimate there must be
+a profile (`profiler.py`).
+
+Cost: a fork and the making of the modules, some milliseconds for each hundred of them.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from shoal.cost.model_facts import optimizer_state_of
+from shoal.parallel.striping import tables_of, weights_of
+from shoal.plans.plan import Plan
+from shoal.system.processes import die_with_parent
+from shoal.training.run import Run
+
+
+class ModelSizes(msgspec.Struct, frozen=True):
+    """Bytes of a whole model: its parameters, their gradients, the optimizer's state of them."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def sizes_of(run: Run, model: nn.Module) -> ModelSizes:
+    """Without tables, whose rows may take memory only as they are touched."""
+    tables = weights_of(tables_of(model).values())
+    parameters = {name: p for name, p in model.named_parameters() if p not in tables}
+    trained = [p for p in parameters.values() if p.requires_grad]
+    state = optimizer_state_of(run.make_optimizer(model), model, tables)
+    held = ((parameters[name].shape, kept) for name, kept in state.items() if name in parameters)
+    kept = [one.num_bytes(shape) for shape, kept in held for one in kept]
+    return ModelSizes(
+        sum(p.nbytes for p in parameters.values()), sum(p.nbytes for p in trained), sum(kept)
+    )
+
+
+def sizes_without_memory(run: Run) -> ModelSizes | None:
+    """None of a model that cannot be made without weights."""
+
+    def make() -> ModelSizes:
+        with torch.device("meta"):
+            model = run.make_model()
+        return sizes_of(run, model)
+
+    content = _in_fork(lambda: msgspec.msgpack.encode(make()))
+    return msgspec.msgpack.decode(content, type=ModelSizes) if content else None
+
+
+def rank_sizes(sizes: ModelSizes, plan: Plan) -> ModelSizes:
+    """What a rank of a resolved plan holds of each at the least."""
+    cut, replicas = plan.tensor * plan.pipeline, plan.num_replicas
+    optimizer = sizes.optimizer // cut // (replicas if plan.zero else 1)
+    if plan.offload != "none" or plan.sync == "server":
+        optimizer = 0
+    return ModelSizes(
+        parameters=sizes.parameters // cut // (replicas if plan.zero == 3 else 1),
+        gradients=sizes.gradients // cut // (replicas if plan.zero >= 2 else 1),
+        optimizer=optimizer,
+    )
+
+
+def least_host_bytes(sizes: ModelSizes, plan: Plan) -> int:
+    """What all ranks hold on one host, with the model that they are forked from."""
+    own = rank_sizes(sizes, plan)
+    servers = sizes.parameters + sizes.optimizer if plan.num_servers else 0
+    return (
+        sizes.parameters
+        + plan.num_ranks * (own.parameters + own.gradients + own.optimizer)
+        + servers
+    )
+
+
+def _in_fork(make: Callable[[], bytes]) -> bytes:
+    """What a fork of this process makes; empty if it fails."""
+    ours, theirs = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        _make_and_exit(make, theirs, parent)
+    os.close(theirs)
+    content = b""
+    try:
+        while chunk := os.read(ours, 1 << 16):
+            content += chunk
+    finally:
+        os.close(ours)
+        os.waitpid(pid, 0)
+    return content
+
+
+def _make_and_exit(make: Callable[[], bytes], pipe: int, parent: int) -> Any:
+    """In the fork: never returns, and prints nothing."""
+    try:
+        die_with_parent(parent)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nothing, stream)
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (whatever stood there)
+        with suppress(Exception):  # a recipe may fail in any way; it is told when it is built
+            os.write(pipe, make())
+    finally:
+        os._exit(0)

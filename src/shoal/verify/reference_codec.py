@@ -1,0 +1,274 @@
+"""How the reference packs the gradients of replicas: a second implementation, on purpose.
+
+One process plays all replicas: each adds up its pieces, adds what it did not send before, and
+packs; the sum is packed again, unless `zero` leaves it with its owner. Only what defines the result
+is shared with the strategies: how a codec rounds, in which tensors, what momentum it takes over.
+Blocks belong to one tensor, so tensors are packed one by one here, without buckets and shares.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.split import share
+from shoal.numerics.codecs import change_codec, codec_at, packs
+from shoal.numerics.momentum import corrected_momenta, without_momentum
+from shoal.numerics.optimizers import is_element_wise
+from shoal.numerics.powersgd import first_factor, matrix_shape, orthonormal
+from shoal.plans.keys import HALF_CODECS
+from shoal.plans.plan import Plan
+from shoal.sync.server.layout import make_layout
+from shoal.verify.reference_outer import (
+    RoundedPushes,
+    Values,
+    combine_gradients,
+    tree_sum,
+    tree_total,
+)
+
+
+class PackedTensor:
+    """What replicas, and the owner of their sum, have not sent of one gradient."""
+
+    def __init__(self, parameter: nn.Parameter, num_replicas: int):
+        zeros = torch.zeros(parameter.numel())
+        self.residuals = [zeros] * num_replicas
+        self.velocities = [zeros] * num_replicas
+        self.owed = zeros
+        self.factor: Tensor | None = None  # of low rank
+
+
+class PackedReplicas:
+    """The replicas of a plan that packs gradients on every step."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        num_steps: int,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ):
+        self.plan, self.num_steps, self.parameters = plan, num_steps, parameters
+        self.momenta = corrected_momenta(plan.codec, optimizer)
+        self.made = 0  # steps
+        self.kept = {
+            i: PackedTensor(p, plan.num_replicas)
+            for i, p in enumerate(parameters)
+            if packs(plan.codec, p.shape, p.itemsize)
+        }
+        self.staged = dict[int, PackedTensor]()
+        self.optimizer, self.ahead = optimizer, dict[int, Tensor]()
+
+    @torch.no_grad()
+    def step(self, step: Callable[[], object]) -> None:
+        """Step; under `zero` on parameters that are ahead of what is sent of their changes."""
+        seen = {
+            i: self.parameters[i].detach().clone() for i in (self.kept if self.plan.zero else ())
+        }
+        for i in seen:
+            self.parameters[i].copy_(self.ahead.get(i, seen[i]))
+        with without_momentum(self.optimizer) if self.momenta else nullcontext():
+            step()
+        for i, before in seen.items():
+            p, codec = self.parameters[i], change_codec(self.plan.codec)
+            self.ahead[i] = p.detach().clone()
+            change = (p - before).reshape(-1)
+            came = codec.decode(codec.encode(change), change.numel())
+            p.copy_(before.add_(came.view(p.shape)))
+        self.kept, self.staged = self.kept | self.staged, {}
+        self.made += 1
+
+    def combined(self, piece: Callable[[int], Values], scale: float) -> Values:
+        """The sums of a step, and those of the buffers after them, which are not packed."""
+        self.staged = {}
+        values = [piece(index) for index in range(self.plan.num_pieces)]
+        count, size = len(self.parameters), self.plan.num_microbatches
+        buffers = tree_sum(lambda index: values[index][count:], range(len(values)))
+        gradients = [own[:count] for own in values]
+        rounds = [
+            tree_sum(gradients.__getitem__, range(first, first + size))
+            for first in range(0, len(values), size)
+        ]
+        return [*self._gradients(rounds, scale), *buffers]
+
+    def _gradients(self, rounds: Sequence[Values], scale: float) -> Values:
+        n = self.plan.num_replicas
+        own = [[rounds[k] for k in share(r, n, len(rounds))] for r in range(n)]
+        if self.plan.zero != 2:
+            return self._sums([_one_by_one(each, len(self.parameters)) for each in own], scale)
+        nothing: Values = [None] * len(self.parameters)
+        sent = [
+            self._sums([each[k] if k < len(each) else nothing for each in own], scale)
+            for k in range(max(map(len, own)))
+        ]
+        return tree_sum(sent.__getitem__, range(len(sent)))
+
+    def _sums(self, replicas: Sequence[Values], scale: float) -> Values:
+        return [
+            self._sum(index, [values[index] for values in replicas], scale)
+            for index in range(len(self.parameters))
+        ]
+
+    def _sum(self, index: int, terms: Sequence[Tensor | None], scale: float) -> Tensor | None:
+        p = self.parameters[index]
+        is_touched = any(term is not None for term in terms)
+        flat = [torch.zeros_like(p) if term is None else term for term in terms]
+        if index not in self.kept:
+            return tree_total(flat) if is_touched else None
+        rows = [term.detach().reshape(-1).float() for term in flat]
+        sum_ = self._packed_sum(index, rows, scale).view(p.shape).to(p.dtype)
+        return sum_ if is_touched or bool(sum_.any()) else None
+
+    def _packed_sum(self, index: int, rows: Sequence[Tensor], scale: float) -> Tensor:
+        if self.plan.codec.startswith("powersgd:"):
+            return self._low_rank_sum(index, rows, scale)
+        codec = codec_at(self.plan.codec, self.made, self.num_steps)
+        before, momentum = (
+            self.staged.get(index, self.kept[index]),
+            self.momenta.get(self.parameters[index]),
+        )
+        after = self.staged[index] = PackedTensor(self.parameters[index], len(rows))
+        after.residuals, after.velocities, arrived = [], [], []
+        for row, residual, velocity in zip(rows, before.residuals, before.velocities, strict=True):
+            gradient = row / scale
+            if momentum is not None:
+                velocity, gradient = momentum.advance(velocity, gradient)
+            whole = (gradient + residual) * scale
+            came = codec.decode(codec.encode(whole), whole.numel())
+            arrived.append(came)
+            dropped = (whole - came) / scale if codec.keeps_residual else residual
+            after.residuals.append(dropped)
+            after.velocities.append(velocity.masked_fill(came != 0, 0.0))
+        sum_ = tree_total(arrived)
+        if self.plan.zero:
+            return sum_
+        whole = sum_ + before.owed * scale
+        came = codec.decode(codec.encode(whole), whole.numel())
+        after.owed = (whole - came) / scale if codec.keeps_residual else before.owed
+        return came
+
+    def _low_rank_sum(self, index: int, rows: Sequence[Tensor], scale: float) -> Tensor:
+        before, shape = self.staged.get(index, self.kept[index]), self.parameters[index].shape
+        rank = int(self.plan.codec.partition(":")[2])
+        after = self.staged[index] = PackedTensor(self.parameters[index], len(rows))
+        pairs = zip(rows, before.residuals, strict=True)
+        whole = [((row / scale + residual) * scale) for row, residual in pairs]
+        matrices = [flat.view(matrix_shape(tuple(shape))) for flat in whole]
+        factor = first_factor(tuple(shape), rank) if before.factor is None else before.factor
+        columns = orthonormal(tree_total([matrix @ factor for matrix in matrices]))
+        after.factor = tree_total([matrix.T @ columns for matrix in matrices])
+        sum_ = (columns @ after.factor.T).view(-1)
+        after.residuals = [(flat - sum_ / len(rows)) / scale for flat in whole]
+        return sum_
+
+
+class PackedPushes(RoundedPushes):
+    """Packs what workers push, key by key, and keeps what is dropped of each row."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        num_steps: int,
+        shares: Sequence[range],
+        parameters: Sequence[nn.Parameter],
+        may_cut: bool,
+    ):
+        super().__init__(plan.codec, shares, len(parameters))
+        sizes = [(p.numel(), p.itemsize, p.dtype) for p in parameters]
+        self.layout = make_layout(sizes, may_cut, plan.num_servers)
+        self.parameters, self.plan, self.num_steps = parameters, plan, num_steps
+        self.made, self.scale = 0, 1.0
+        self.kept, self.staged = dict[object, Tensor](), dict[object, Tensor]()
+
+    def begin(self, scale: float) -> None:
+        self.staged, self.scale = {}, scale
+
+    def commit(self) -> None:
+        self.kept |= self.staged
+        self.made += 1
+
+    def _pushed(self, row: tuple[int, int], gradients: Values) -> Values:
+        codec, smallest = codec_at(self.plan.codec, self.made, self.num_steps), self._codec
+        assert smallest is not None
+        flats = [
+            (torch.zeros_like(p) if g is None else g).reshape(-1).clone()
+            for p, g in zip(self.parameters, gradients, strict=True)
+        ]
+        for number, key in enumerate(self.layout.keys):
+            length = key.stop - key.start
+            if smallest.num_bytes(length) >= key.num_bytes:
+                continue
+            segments, whole = self.layout.segments(number), torch.zeros(length)
+            for s in segments:
+                whole[s.place : s.place + s.length] = flats[s.parameter][s.start : s.stop]
+            if (number, row) in self.kept:
+                whole = whole + self.kept[number, row] * self.scale
+            came = codec.decode(codec.encode(whole), length)
+            self.staged[number, row] = (whole - came) / self.scale
+            for s in segments:
+                flats[s.parameter][s.start : s.stop] = came[s.place : s.place + s.length]
+        return [
+            None if g is None and not bool(flat.any()) else flat.view(p.shape)
+            for p, g, flat in zip(self.parameters, gradients, flats, strict=True)
+        ]
+
+
+class PlainExchange:
+    """Pieces that are added up as they are, or as they are pushed to servers (`arrived`)."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        num_steps: int,
+        pieces: range,
+        parameters: Sequence[nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+    ):
+        self.plan, self.pieces, self.num_gradients = plan, pieces, len(parameters)
+        self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
+        # Out of lockstep a replica is one worker, whose pieces are a step of their own.
+        pushed = self.shares if plan.staleness_bound == 0 else [range(len(pieces))]
+        codec = plan.codec if plan.sync == "server" and plan.local_steps == 1 else "none"
+        self.arrived = RoundedPushes(codec, pushed, self.num_gradients)
+        if codec not in ("none", *HALF_CODECS):
+            may_cut = is_element_wise(optimizer)
+            self.arrived = PackedPushes(plan, num_steps, pushed, parameters, may_cut)
+
+    def combined(self, piece: Callable[[int], Values], scale: float) -> Values:
+        """The sum of the pieces, or the `combine` rule of the plan over replicas."""
+        if isinstance(self.arrived, PackedPushes):
+            self.arrived.begin(scale)
+        if self.plan.combine == "mean":
+            return tree_sum(piece, self.pieces, self.arrived)
+        of_shares = functools.partial(tree_sum, piece)
+        return combine_gradients(of_shares, self.shares, self.num_gradients, self.plan.combine)
+
+    def step(self, step: Callable[[], object]) -> None:
+        step()
+        if isinstance(self.arrived, PackedPushes):
+            self.arrived.commit()
+
+
+def make_exchange(
+    plan: Plan,
+    num_steps: int,
+    pieces: range,
+    parameters: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> PlainExchange | PackedReplicas:
+    """How the replicas of a plan bring their pieces together."""
+    if plan.packed_codec != "none":
+        return PackedReplicas(plan, num_steps, parameters, optimizer)
+    return PlainExchange(plan, num_steps, pieces, parameters, optimizer)
+
+
+def _one_by_one(rounds: Sequence[Values], count: int) -> Values:
+    """The sum of a replica's rounds, one after another."""
+    total: Values = [None] * count
+    for values in rounds:
+        pairs = zip(total, values, strict=True)
+        total = [b if a is None else a if b is None else a + b for a, b in pairs]
+    return total

@@ -1,0 +1,74 @@
+"""Gradients that are packed on every step: the bits of one process that plays all replicas.
+
+Rounding makes a whole step of a last bit, so nothing less than the same bits is accepted.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.testing.ranks import Pool
+from tests.parity.runs import check_same, train
+
+ZOO = str(Path(__file__).parents[1] / "zoo.py")
+UNLIKE = str(Path(__file__).with_name("unlike.py"))
+QUICK = [
+    ("data=4 codec=int8 precision=fp16", "mlp"),
+    ("data=2 zero=2 accumulate=2 codec=topk:0.05+int8", "mlp"),
+    ("data=2 sync=server servers=2 codec=int4", "mlp"),
+]
+CODECS = ["fp16", "bf16", "int8", "int4", "onebit", "topk:0.02", "topk:0.02+int8", "powersgd:2"]
+PATHS = [
+    "data=2",
+    "data=4 accumulate=2",
+    "data=4 zero=1",
+    "data=2 zero=2 accumulate=2",
+    "data=2 pipeline=2",
+    "data=2 sync=server servers=2",
+    "data=2 local_steps=3 outer=nesterov",
+    "data=2 local_steps=4 fragments=2",
+    "data=2 sync=server local_steps=3",
+]
+
+
+def goes(path: str, codec: str) -> bool:
+    loose = "server" in path or "local" in path
+    no_bits = "server" in path and "local" not in path and codec == "onebit"
+    return not (no_bits or (loose and codec == "powersgd:2"))
+
+
+@pytest.mark.parametrize(("plan", "recipe"), QUICK)
+def test_packed_gradients_train_what_the_reference_does(
+    verify: Any, plan: str, recipe: str
+) -> None:
+    check_same(verify(f"{ZOO}:{recipe}", plan, steps=5), 5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("recipe", ["mlp", "gpt"])
+def test_every_codec_on_every_path(verify: Any, recipe: str, path: str, codec: str) -> None:
+    if goes(path, codec):
+        check_same(verify(f"{ZOO}:{recipe}", f"{path} codec={codec}", steps=12), 12)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["data=2 codec=topk:0.02", "data=2 zero=1 codec=topk:0.02+int8"])
+def test_momentum_is_each_replicas_own(verify: Any, plan: str) -> None:
+    """In 60 steps, of which three are the warm-up."""
+    check_same(verify(f"{ZOO}:moe", plan, steps=60), 60)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("codec", ["onebit", "topk:0.05"])
+def test_the_warm_up_is_followed(verify: Any, codec: str) -> None:
+    check_same(verify(f"{ZOO}:mlp", f"data=2 codec={codec}", steps=60), 60)
+
+
+def test_packed_gradients_send_less_and_end_alike(pool: Pool) -> None:
+    plain = pool.run(train, 2, "broad", "data=2")
+    first, second = pool.run(train, 2, "broad", "data=2 codec=int4")
+    assert all(tensor.equal(second["model"][name]) for name, tensor in first["model"].items())
+    assert first["bytes"] < plain[0]["bytes"] / 2

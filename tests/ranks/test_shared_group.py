@@ -1,0 +1,188 @@
+"""Ranks of one host that exchange through memory: the bits of Gloo, in any order of waiting."""
+
+import os
+import random
+import signal
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.comm import shared_rounds
+from shoal.comm.collectives import Group
+from shoal.comm.mesh import Mesh
+from shoal.comm.shared_group import SharedGroup, new_shared_group
+from shoal.comm.shared_memory import NotShared, SharedSegment
+from shoal.errors import GroupLost
+from shoal.testing.ranks import Pool
+
+SLOT = shared_rounds.SLOT_BYTES // 4  # floats
+LENGTHS = [0, 1, 7, SLOT - 1, SLOT + 1, 3 * SLOT * shared_rounds.RING + 5]
+
+
+def draws(rank: int, length: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(100 * length + rank)
+    return torch.randint(-1000, 1000, (length,), generator=made).float()  # sums are exact
+
+
+def compares_with_gloo(mesh: Mesh, dtype: str) -> list[str]:
+    """The collectives that differ."""
+    ours, gloo, n = mesh.data.handle, dist.group.WORLD, mesh.num_ranks
+    assert isinstance(ours, SharedGroup) and gloo is not None
+    wrong = []
+    for length in LENGTHS:
+        own = draws(mesh.rank, length).to(getattr(torch, dtype))
+        whole = draws(mesh.rank, n * length).to(own.dtype)
+        lengths = [length * (rank + 1) // 2 for rank in range(n)]
+        parts = draws(mesh.rank, sum(lengths)).to(own.dtype)
+        found: dict[str, list[torch.Tensor]] = {}
+        for group in (ours, gloo):
+            added, copied, largest = own.clone(), own.clone(), own.clone()
+            rows = [torch.empty_like(own) for _ in range(n)]
+            scattered = torch.empty_like(own)
+            dealt = own.new_empty(n * lengths[mesh.rank])
+            dist.all_reduce(added, group=group)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            dist.broadcast(copied, n - 1, group=group)
+            dist.all_gather(rows, own, group=group)
+            dist.reduce_scatter_tensor(scattered, whole, group=group)
+            dist.all_to_all_single(dealt, parts, [lengths[mesh.rank]] * n, lengths, group=group)
+            dist.barrier(group=group)
+            found.setdefault("all-reduce", []).append(added)
+            found.setdefault("largest", []).append(largest)
+            found.setdefault("broadcast", []).append(copied)
+            found.setdefault("all-gather", []).append(torch.cat(rows))
+            found.setdefault("reduce-scatter", []).append(scattered)
+            found.setdefault("all-to-all", []).append(dealt)
+        wrong += [f"{k} of {length}" for k, (a, b) in found.items() if not torch.equal(a, b)]
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_collectives_give_what_gloo_gives(pool: Pool, num_ranks: int) -> None:
+    assert not any(pool.run(compares_with_gloo, num_ranks, "float32"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["float64", "int64", "bfloat16"])
+def test_other_dtypes(pool: Pool, dtype: str) -> None:
+    assert not any(pool.run(compares_with_gloo, 2, dtype))
+
+
+def sends_around(mesh: Mesh, lengths: list[int]) -> list[bool]:
+    """Every rank sends all of them to the next before it receives one."""
+    group, n = mesh.data.handle, mesh.num_ranks
+    assert group is not None
+    left = (mesh.rank - 1) % n
+    sent = [group.send([draws(mesh.rank, k)], (mesh.rank + 1) % n, 0) for k in lengths]
+    found = [torch.empty(k) for k in lengths]
+    works = [group.recv([tensor], left, 0) for tensor in found]
+    for work in [*works, *sent]:
+        work.wait()
+    return [torch.equal(found[i], draws(left, k)) for i, k in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_more_and_larger_messages_than_there_is_room_for(pool: Pool, num_ranks: int) -> None:
+    lengths = [0, 1, 10, 70_000, 0, *[5] * 30, 300_000, 2]
+    assert all(map(all, pool.run(sends_around, num_ranks, lengths)))
+
+
+def waits_out_of_order(mesh: Mesh, seed: int) -> float:
+    """Sums and messages under way together, waited for in an order of each rank's own."""
+    group, order = mesh.data.handle, random.Random(seed * 10 + mesh.rank)
+    assert group is not None
+    sums = [torch.ones(k) for k in (3, 2 * SLOT, 5, SLOT)]
+    arrived = torch.empty(2 * SLOT)
+    peer = 1 - mesh.rank
+    works = [group.allreduce([tensor]) for tensor in sums]
+    works.append(group.send([torch.full((2 * SLOT,), 7.0)], peer, 0))
+    works.append(group.recv([arrived], peer, 0))
+    order.shuffle(works)
+    for work in works:
+        time.sleep(order.random() / 500)
+        work.wait()
+    return float(sum(t.sum() for t in sums) + arrived.sum())
+
+
+def test_what_one_waits_for_first_is_its_own_affair(pool: Pool) -> None:
+    expected = 2.0 * (3 + 2 * SLOT + 5 + SLOT) + 7.0 * 2 * SLOT
+    for seed in range(5):
+        assert pool.run(waits_out_of_order, 2, seed) == [expected, expected]
+
+
+def numbers_of_many_turns(mesh: Mesh, num_turns: int) -> list[str]:
+    draw, wrong = random.Random(mesh.rank), []
+    for turn in range(num_turns):
+        if draw.random() < 0.01:
+            time.sleep(draw.random() / 200)
+        found = mesh.data.all_gather_numbers([mesh.rank + 0.1, turn, -0.0])
+        if found != [[rank + 0.1, turn, -0.0] for rank in range(mesh.num_ranks)]:
+            wrong.append(f"turn {turn}: {found}")
+    return wrong
+
+
+def test_every_turn_has_its_numbers(pool: Pool) -> None:
+    assert not any(pool.run(numbers_of_many_turns, 3, 2_000))
+
+
+def sums_more_numbers_than_a_slot_holds(mesh: Mesh) -> float:
+    return sum(mesh.data.sum_numbers([1.0] * (shared_rounds.MOST_CONTENT // 8 + 1)))
+
+
+def test_many_numbers(pool: Pool) -> None:
+    expected = 2.0 * (shared_rounds.MOST_CONTENT // 8 + 1)
+    assert pool.run(sums_more_numbers_than_a_slot_holds, 2) == [expected, expected]
+
+
+def refused(mesh: Mesh, rank: int, way: str) -> list[object]:
+    """Whether ranks share memory if one cannot have it, and a sum by what they have."""
+    cannot = mock.patch.object(SharedSegment, way, side_effect=NotShared("not here"))
+    with cannot if mesh.rank == rank else nullcontext():
+        group = Group(dist.group.WORLD).subgroup(range(mesh.num_ranks))
+    ones = torch.ones(3)
+    group.all_reduce(ones).wait()
+    return [group.shares_memory, ones.tolist()]
+
+
+@pytest.mark.parametrize(("rank", "way"), [(0, "create"), (1, "open")])
+def test_all_share_memory_or_none(pool: Pool, rank: int, way: str) -> None:
+    assert pool.run(refused, 2, rank, way) == [[False, [2.0] * 3]] * 2
+
+
+def does_not_come(mesh: Mesh) -> str:
+    group = new_shared_group(range(mesh.num_ranks), timedelta(seconds=0.5))
+    assert group is not None
+    if mesh.rank == 1:
+        time.sleep(1.5)
+        return ""
+    try:
+        Group(group).all_reduce(torch.ones(3)).wait()
+    except GroupLost as lost:
+        return str(lost)
+    return "no"
+
+
+def test_who_does_not_come_by_the_deadline_is_named(pool: Pool) -> None:
+    told = pool.run(does_not_come, 3)
+    assert "rank 1 of the group did not come within 0.5 s" in told[0]
+    assert told[2] == told[0]
+
+
+def is_killed(mesh: Mesh) -> None:
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        mesh.data.all_reduce(torch.ones(3)).wait()
+    except GroupLost as lost:
+        raise ValueError(f"told: {lost}") from lost
+
+
+def test_who_is_gone_is_named(pool: Pool) -> None:
+    with pytest.raises(AssertionError, match=r"rank 1 of the group \(process \d+\) is gone"):
+        pool.run(is_killed, 2)

@@ -1,0 +1,225 @@
+"""Profiles and predictions: what plans hold and send as explained, and how figures move."""
+
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.cost.cluster import Cluster, HostGroup, Link, read_cluster
+from shoal.cost.explain import explain
+from shoal.cost.plan_facts import facts_of
+from shoal.cost.predict import Prediction, predict, step_times
+from shoal.cost.profile import Linear, Profile
+from shoal.cost.profiler import profile_run
+from shoal.errors import PlanError
+from shoal.training.run import Run, resolve
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(F.relu(self.widen(x)))
+
+
+def make_run(**changes: Any) -> Run:
+    inputs = torch.linspace(-1, 1, 32 * WIDTH).view(32, WIDTH)
+    given: dict[str, Any] = {
+        "model": lambda: nn.Sequential(*(Block(WIDTH) for _ in range(4)), nn.Linear(WIDTH, WIDTH)),
+        "loss": F.mse_loss,
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=0.01),
+        "data": shoal.data.tensors(inputs, inputs),
+        "batch_size": 32,
+        "steps": 2,
+        "clip": 1.0,
+    }
+    return Run(**given | changes)
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOAL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        made = profile_run(make_run())
+        assert profile_run(make_run()) == made, "the second comes from the cache"
+        assert profile_run(make_run(clip=None)) != made
+    return made
+
+
+CORES = Cluster("cores", (HostGroup(1, 4, 8 << 30, 1e11),), Link(1e-4, 1e9, True), Link(1e-4, 1e9))
+RACK = Cluster(
+    "rack", (HostGroup(8, 8, 64 << 30, 1e13, "gpu"),), Link(1e-5, 2e11), Link(3e-5, 1e10)
+)
+
+
+def under(profile: Profile, plan: str, cluster: Cluster = CORES) -> Prediction:
+    return predict(profile, resolve(make_run(), plan, None), cluster)
+
+
+PLANS = [
+    "data=1",
+    "data=2",
+    "data=2 accumulate=2",
+    "data=4 sums=ring",
+    "data=2 zero=1",
+    "data=2 zero=2 accumulate=2",
+    "data=2 zero=3",
+    "data=1 tensor=2",
+    "data=2 tensor=2 zero=3",
+    "data=1 pipeline=2",
+    "data=2 pipeline=2 zero=1",
+    "data=1 pipeline=2 schedule=zbv",
+    "data=1 pipeline=2 schedule=interleaved tensor=2",
+    "data=1 pipeline=2 recompute=blocks",
+    "data=2 sync=server servers=2",
+    "data=4 sync=server hosts=2",
+    "data=2 sync=server staleness=2 servers=2 copies=2",
+    "data=2 local_steps=4",
+    "data=2 local_steps=4 outer=nesterov fragments=2 codec=int8",
+    "data=2 precision=bf16",
+    "data=2 offload=optimizer",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_bytes_held_and_sent_are_those_that_explain_counts(profile: Profile, plan: str) -> None:
+    resolved = resolve(make_run(), plan, None)
+    told = explain(make_run(), resolved)
+    found = predict(profile, resolved, CORES)
+    first = [rank for rank in told.ranks if rank.data == rank.tensor == 0]
+    sent = max(sum(m.num_bytes for m in rank.messages) for rank in first)
+    assert found.bytes_sent == pytest.approx(sent / resolved.local_steps, abs=1)
+    held = {rank.memory.parameters.num_bytes for rank in told.ranks}
+    assert found.memory.parameters in held
+    assert found.memory.optimizer in {rank.memory.optimizer.num_bytes for rank in told.ranks}
+    assert found.step_s > 0 and found.time.total == pytest.approx(found.step_s)
+    if told.stages:
+        stages = facts_of(profile).stages(resolved)
+        assert stages is not None
+        held_by = [len(stage.parameters) for stage in stages.stages]
+        assert [row.num_parameters > 0 for row in told.stages] == [n > 0 for n in held_by]
+
+
+def test_zero_does_not_take_more_memory(profile: Profile) -> None:
+    sizes = [under(profile, f"data=4 zero={level}").memory for level in range(4)]
+    state = [size.parameters + size.optimizer for size in sizes]
+    assert state[0] > state[1] >= state[2] > state[3]
+
+
+def test_time_grows_with_samples_and_with_slower_devices(profile: Profile) -> None:
+    assert under(profile, "data=1").time.compute > under(profile, "data=2").time.compute
+    slow = msgspec.structs.replace(CORES, hosts=(HostGroup(1, 4, 8 << 30, 5e10),))
+    assert under(profile, "data=1", slow).step_s > under(profile, "data=1").step_s
+    slow = msgspec.structs.replace(CORES, inside=Link(1e-4, 1e7))
+    assert under(profile, "data=2", slow).time.exchange > under(profile, "data=2").time.exchange
+
+
+def test_ranks_that_share_cores_take_longer(profile: Profile) -> None:
+    one = msgspec.structs.replace(CORES, hosts=(HostGroup(1, 1, 8 << 30, 1e11),))
+    alone, shared = under(profile, "data=4"), under(profile, "data=4", one)
+    assert shared.time.compute == pytest.approx(4 * alone.time.compute)
+    assert any("share" in note for note in shared.notes)
+
+
+def test_the_slowest_host_decides(profile: Profile) -> None:
+    hosts = (HostGroup(1, 1, 8 << 30, 1e11), HostGroup(1, 1, 8 << 30, 2.5e10))
+    mixed = Cluster("mixed", hosts, Link(1e-4, 1e9), Link(1e-4, 1e9))
+    alike = msgspec.structs.replace(mixed, hosts=(HostGroup(2, 1, 8 << 30, 1e11),))
+    found = under(profile, "data=2", mixed)
+    assert found.time.compute == pytest.approx(4 * under(profile, "data=2", alike).time.compute)
+    assert any("differ" in note for note in found.notes)
+
+
+def test_a_pipeline_waits_less_with_more_microbatches(profile: Profile) -> None:
+    fast = msgspec.structs.replace(CORES, inside=Link(0.0, 1e12))
+    few, many = (under(profile, f"data=1 pipeline=2 microbatches={m}", fast) for m in (2, 8))
+    assert few.time.waiting / few.step_s > many.time.waiting / many.step_s
+    times = step_times(profile, resolve(make_run(), "data=1 pipeline=2", None), fast)
+    assert [stage.rank for stage in times.stages] == [0, 1] and times.num_microbatches == 4
+    gpipe = under(profile, "data=1 pipeline=2 schedule=gpipe microbatches=8", fast)
+    assert gpipe.memory.activations > many.memory.activations
+
+
+def test_recompute_trades_time_for_activations(profile: Profile) -> None:
+    plain, again = under(profile, "data=1"), under(profile, "data=1 recompute=blocks")
+    assert again.time.compute > plain.time.compute
+    plans = [resolve(make_run(), text, None) for text in ("data=1", "data=1 recompute=blocks")]
+    kept = [step_times(profile, plan, CORES).stages[0].kept_bytes for plan in plans]
+    assert kept[1] < kept[0] / 2
+
+
+def test_gpus_hide_buckets_and_full_cores_do_not(profile: Profile) -> None:
+    plan = resolve(make_run(), "data=4", None)
+    assert step_times(profile, plan, CORES).hidden_s == 0.0
+    wide = resolve(make_run(), "data=4 zero=3", None)
+    assert step_times(profile, wide, CORES).hidden_s == 0.0
+    assert step_times(profile, wide, RACK).hidden_s > 0.0
+
+
+def test_activations_are_weighed_exactly() -> None:
+    """A chain of ReLUs keeps one tensor each; a model of known size tells them apart."""
+
+    def layers() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1), nn.ReLU())
+
+    inputs = torch.zeros(32, WIDTH)
+    run = make_run(model=layers, data=shoal.data.tensors(inputs, torch.zeros(32, 1)))
+    kept = sum(t.kept_bytes.at(32) for t in profile_of(run).times)
+    # The result of the first ReLU, which frees that of its layer; nothing of the inputs.
+    assert 32 * WIDTH * 4 <= kept <= 32 * WIDTH * 4 + 2000
+
+
+def profile_of(run: Run) -> Profile:
+    return profile_run(run, fresh=True)
+
+
+def test_seven_billion_parameters_are_profiled_without_memory() -> None:
+    width, before = 30_000, psutil.Process().memory_info().rss
+    data = torch.zeros(8, width)
+    run = make_run(
+        model=lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(8))),
+        data=shoal.data.tensors(data, data),
+        batch_size=8,
+    )
+    profile = profile_of(run)
+    assert profile.num_parameters > 7e9 and not profile.is_measured
+    assert psutil.Process().memory_info().rss - before < 1 << 30
+    plan = resolve(run, "data=1 tensor=4 pipeline=2 microbatches=8", None)
+    found = predict(profile, plan, read_cluster("a100-8"))
+    whole = 4 * profile.num_parameters
+    assert whole / 8 <= found.memory.parameters < whole / 4
+    assert found.error_share >= 0.5 and found.fits
+    alone = predict(profile, resolve(run, "data=1", None), read_cluster("a100-8"))
+    assert 16 * profile.num_parameters <= alone.memory.peak
+    assert not predict(profile, resolve(run, "data=1", None), CORES).fits
+
+
+def test_what_the_model_refuses_is_refused(profile: Profile) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight if x.sum() > 0 else x + self.weight
+
+    run = make_run(model=Bare)
+    found = profile_of(run)
+    assert found.pipeline_refusal and found.num_parameters == WIDTH
+    with pytest.raises(PlanError):
+        predict(found, resolve(run, "data=1 pipeline=2", None), CORES)
+    with pytest.raises(PlanError, match="was not profiled"):
+        predict(profile, resolve(make_run(), "data=1 tensor=16", None), CORES)
+
+
+def test_a_line_goes_through_both_sizes() -> None:
+    assert Linear(1.0, 2.0).at(3) == 7.0
