@@ -1,6 +1,7 @@
 """Fixtures for all tests: the pool of ranks, and leaks that fail the test that made them."""
 
 import faulthandler
+import logging
 import os
 import signal
 
@@ -61,6 +62,18 @@ def no_stacks_of_long_tests(request: pytest.FixtureRequest) -> None:
     That is done without the interpreter's lock, and can crash Python 3.11 while threads run."""
     if request.node.get_closest_marker("timeout"):
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """Ranks that run inside this process send the package's log to a stream of their own; a later
+    test would write to it when it is closed, and pytest captures a logger that does not propagate
+    by another handler."""
+    log = logging.getLogger("shoal")
+    handlers, level, propagates = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = handlers, propagates
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")
