@@ -13,6 +13,9 @@ EVERY = 10
 PLANS = ["data=2 zero=1", "data=2 zero=2", "data=2 zero=3", "tensor=2", "pipeline=2"]
 PLANS += [
     "data=2 local_steps=4",
+    "data=2 tensor=2 local_steps=4 outer=nesterov",
+    "data=4 zero=1 replicas=2 local_steps=4",
+    "data=2 pipeline=2 microbatches=2 sync=server servers=2 local_steps=5",
     "data=2 zero=3 tensor=2",
     "data=2 tensor=2 pipeline=2 microbatches=2",
 ]

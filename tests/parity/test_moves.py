@@ -44,6 +44,13 @@ STALE = f"{SERVED} staleness=1"  # has no one result: only its state is compared
 LOCAL = "data=2 local_steps=3"  # is not what one process trains: only its state is compared
 # At step 5, in the middle of a window, a fragment is under way.
 OUTER = "data=2 local_steps=4 outer=nesterov fragments=2 codec=int8"
+# Two replicas, cut in other ways.
+MESHES = [
+    "data=2 pipeline=2 microbatches=2 local_steps=3 outer=nesterov",
+    "data=4 zero=1 replicas=2 local_steps=3 outer=nesterov",
+    "data=2 tensor=2 local_steps=3 outer=nesterov",
+    "data=4 zero=3 replicas=2 local_steps=3 outer=nesterov",
+]
 RING = ["data=1", "data=2 zero=3", "tensor=2 pipeline=2", "data=2 zero=1"]
 MODELS = ["gpt", "bert"]  # tied weights; parameter groups
 FULL = pytest.mark.full
@@ -237,6 +244,26 @@ def test_replicas_get_their_own_back(pool: Pool, runs: Runs, apart: Path, tmp_pa
     assert any(name.startswith("replica.1.model.") for name in opened(apart, MIDDLE))
     shutil.copytree(apart, tmp_path / "on")
     check_goes_on(pool, runs, tmp_path / "on", "gpt", LOCAL, LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("plan", "other"),
+    [
+        (MESHES[0], MESHES[1]),
+        *(pytest.param(*pair, marks=FULL) for pair in zip(MESHES[1:], [*MESHES[2:], MESHES[0]])),
+    ],
+)
+def test_replicas_that_are_meshes_keep_their_own_however_they_are_cut(
+    pool: Pool, runs: Runs, tmp_path: Path, plan: str, other: str
+) -> None:
+    """In the middle of a window, under the same plan and under one of other meshes."""
+    source = stopped_apart(pool, tmp_path, plan)
+    assert any(name.startswith("replica.1.optimizer.") for name in opened(source, MIDDLE))
+    there = moved(pool, source, tmp_path / "there", other)
+    found = compare_checkpoints(opened(source, MIDDLE), there)
+    assert not found.tensors, found.tensors
+    shutil.copytree(source, tmp_path / "on")
+    check_goes_on(pool, runs, tmp_path / "on", "gpt", plan, plan)
 
 
 @pytest.mark.parametrize("plan", ["data=1", pytest.param("data=2 zero=2", marks=pytest.mark.full)])

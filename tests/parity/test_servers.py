@@ -36,6 +36,7 @@ APART = {
     "data=2 sync=server servers=2 staleness=2 damping=inverse rates=1:0.5": "groups",
     "data=2 sync=server servers=3 copies=3 staleness=any": "unused",
     "data=2 sync=server staleness=any accumulate=2 codec=bf16": "tied",
+    "data=2 sync=server servers=2 staleness=1 precision=fp16": "loud",
 }
 # Cells of the long matrix that are rightly refused: a recipe, words of its plan, and why.
 PAIRS = "does not go with a loss that returns (sum, weight)"

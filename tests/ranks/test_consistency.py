@@ -116,3 +116,30 @@ def lines(mesh: Mesh, tensor: int, pipeline: int) -> tuple[list[list[int]], list
 def test_lines_of_replicas_are_those_of_the_mesh(pool: Pool, tensor: int, pipeline: int) -> None:
     for rank, (counted, told) in enumerate(pool.run(lines, 4, tensor, pipeline)):
         assert next(line for line in counted if rank in line) == told
+
+
+def replica_groups(mesh: Mesh, axes: Axes) -> dict[str, list[int]]:
+    """The ranks of the groups of this rank's replica, as they tell each other."""
+    formed = Mesh.form(mesh.world, axes, "cpu")
+    groups = {"peers": formed.peers, "replica": formed.own.world, "data": formed.own.data}
+    told = {name: group.all_gather_numbers([formed.rank]) for name, group in groups.items()}
+    formed.world.all_gather_numbers([0])
+    assert next(line for line in data_lines(formed, of_peers=True) if formed.rank in line) == [
+        int(row[0]) for row in told["peers"]
+    ]
+    return {name: [int(row[0]) for row in rows] for name, rows in told.items()}
+
+
+@pytest.mark.parametrize(
+    ("axes", "of_rank_1"),
+    [
+        (Axes(within=1), {"peers": [0, 1, 2, 3], "replica": [1], "data": [1]}),
+        (Axes(within=2), {"peers": [1, 3], "replica": [0, 1], "data": [0, 1]}),
+        (Axes(tensor=2, within=1), {"peers": [1, 3], "replica": [0, 1], "data": [1]}),
+        (Axes(pipeline=2, within=1), {"peers": [0, 1], "replica": [1, 3], "data": [1]}),
+    ],
+)
+def test_a_replica_has_its_own_ranks_and_peers_in_the_others(
+    pool: Pool, axes: Axes, of_rank_1: dict[str, list[int]]
+) -> None:
+    assert pool.run(replica_groups, 4, axes)[1] == of_rank_1

@@ -21,22 +21,22 @@ def ring(num_pieces: int) -> AllReduce:
 
 
 def local(num_pieces: int) -> LocalSGD:
-    return LocalSGD(num_pieces, FragmentSchedule(2, 1, NUM_STEPS))
+    return LocalSGD(num_pieces, FragmentSchedule(2, 1, NUM_STEPS), AllReduce)
 
 
 def nesterov(num_pieces: int) -> LocalSGD:
-    return LocalSGD(num_pieces, FragmentSchedule(2, 1, NUM_STEPS), rule=OuterConfig(0.7, 0.9))
+    return LocalSGD(num_pieces, FragmentSchedule(2, 1, NUM_STEPS), AllReduce, OuterConfig(0.7, 0.9))
 
 
 def streamed(num_pieces: int) -> LocalSGD:
     rule = OuterConfig(0.7, 0.9, make_codec("int8"))
-    return LocalSGD(num_pieces, FragmentSchedule(4, 2, NUM_STEPS), rule=rule)
+    return LocalSGD(num_pieces, FragmentSchedule(4, 2, NUM_STEPS), AllReduce, rule=rule)
 
 
 def streamed_for_long(num_pieces: int) -> LocalSGD:
     """In fragments the last step sends more than the one like it in any other window."""
     rule = OuterConfig(0.7, 0.9, make_codec("int8"))
-    return LocalSGD(num_pieces, FragmentSchedule(4, 2, 2 * NUM_STEPS), rule=rule)
+    return LocalSGD(num_pieces, FragmentSchedule(4, 2, 2 * NUM_STEPS), AllReduce, rule=rule)
 
 
 def zero_1(num_pieces: int) -> ZeroSharded:

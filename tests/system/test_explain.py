@@ -167,6 +167,10 @@ def test_ranks_hold_and_send_what_was_said(pool: Pool, recipe: str, plan: str) -
 WINDOWS = [
     ("cnn", "data=2 local_steps=3 outer=nesterov"),
     ("gpt", "data=4 local_steps=2 outer=nesterov codec=int4"),
+    ("cnn", "data=4 zero=1 replicas=2 local_steps=3 outer=nesterov"),
+    pytest.param("gpt", "data=2 tensor=2 local_steps=2", marks=pytest.mark.full),
+    pytest.param("mlp", "data=2 pipeline=2 local_steps=2 outer=nesterov", marks=pytest.mark.full),
+    pytest.param("mlp", "data=4 zero=3 replicas=2 local_steps=2", marks=pytest.mark.full),
     ("cnn", "data=2 local_steps=4 outer=nesterov fragments=3"),
     ("gpt", "data=4 local_steps=4 outer=nesterov codec=int8 fragments=2"),
     ("frozen", "data=2 local_steps=4 codec=bf16 fragments=2"),

@@ -85,6 +85,8 @@ def _placement(found: "Explanation", given: dict[str, Any]) -> tuple[int, ...]:
 
     plan, nodes = Plan.parse(found.plan), given["nodes"]
     replica, replicas = plan.tensor * plan.pipeline, plan.num_replicas
+    if plan.is_loose:
+        replica, replicas = plan.num_ranks_apart, plan.num_apart
     enough = -(-replicas // nodes) * replica if replicas >= nodes else -(-plan.num_ranks // nodes)
     return place(plan, dict.fromkeys(range(nodes), given["slots"] or enough))
 

@@ -45,7 +45,8 @@ def place(plan: Plan, slots: Mapping[int, int]) -> Placement:
 def _place_ranks(plan: Plan, slots: Mapping[int, int]) -> list[int]:
     """Whole replicas if they fit, else whole layers, else single ranks."""
     tensor, pipeline, data = plan.tensor, plan.pipeline, plan.num_replicas
-    for unit in (tensor * pipeline, tensor, 1):
+    replica = plan.num_ranks_apart if plan.is_loose else tensor * pipeline
+    for unit in (replica, tensor * pipeline, tensor, 1):
         room = {host: count // unit for host, count in slots.items()}
         num_units = plan.num_ranks // unit
         if sum(room.values()) < num_units:
@@ -111,4 +112,4 @@ def clear_text(plan: Plan) -> str:
         return "activations and gradients"
     if plan.zero:
         return "gradients and parameters"
-    return "" if plan.sync == "server" else "gradients"
+    return "" if plan.sync == "server" and plan.num_ranks_apart == 1 else "gradients"

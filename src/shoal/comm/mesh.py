@@ -1,7 +1,8 @@
 """The mesh: this rank's index along each axis, and its process group there.
 
 Ranks are numbered with the tensor axis running fastest, then data, then pipeline, so that the ranks
-which communicate most are neighbours.
+which communicate most are neighbours. If there are several replicas that step apart, each has
+neighbouring places on the data axis.
 
 A `Seat` gives a trainer its mesh. The default one reads the launcher's environment, forms the
 group once and halts when it breaks; the supervisor's (`elastic/seat.py`) forms a new one under
@@ -13,7 +14,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -26,6 +27,7 @@ from shoal.errors import GroupLost, PlanError
 from shoal.events.events import Event
 from shoal.events.step import StepInfo
 from shoal.logs import log
+from shoal.plans.plan import Plan
 from shoal.plans.resize import RunSize
 from shoal.world import World
 
@@ -40,6 +42,11 @@ class Axes(NamedTuple):
 
     tensor: int = 1
     pipeline: int = 1
+    within: int | None = None  # that of data, if replicas step apart; None: its whole length
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        return cls(plan.tensor, plan.pipeline, plan.num_within if plan.is_loose else None)
 
 
 class Servers(NamedTuple):
@@ -64,7 +71,7 @@ NO_REQUESTS = RankRequests()
 
 
 class Mesh(NamedTuple):
-    """Ranks that run one step together. A new one is built for every generation."""
+    """Ranks of a run, or of one replica of it. A new one is built for every generation."""
 
     world: Group  # all of them
     data: Group
@@ -74,6 +81,8 @@ class Mesh(NamedTuple):
     counts: tuple[int, ...] | None = None  # of rounds that each replica takes, if they are uneven
     servers: Servers | None = None
     sizes: tuple[RunSize, ...] = ()  # that the run had, the last one now; unless it keeps its size
+    peers: Group = Group()  # this rank's counterparts in the replicas that step apart from its own
+    replica: "Mesh | None" = None  # its own; None if there is one, which is all of them
 
     @classmethod
     def form(cls, world: Group, axes: Axes, device: str) -> Self:
@@ -91,7 +100,34 @@ class Mesh(NamedTuple):
             # take its time.
             world = world.subgroup(range(world.num_ranks))
         pipeline, data, tensor = (_group_along(world, shape, axis) for axis in range(3))
-        return cls(world, data, tensor, pipeline, device)
+        mesh = cls(world, data, tensor, pipeline, device)
+        count = num_data // (axes.within or num_data)
+        assert count * (axes.within or num_data) == num_data, "the plan's rules say so"
+        return mesh if count == 1 else mesh.with_replicas(count)
+
+    def with_replicas(self, count: int) -> Self:
+        """The same, with replicas that step apart. Every rank must call it."""
+        shape = (
+            self.pipeline.num_ranks,
+            count,
+            self.data.num_ranks // count,
+            self.tensor.num_ranks,
+        )
+        ranks = ranks_by_replica(shape)
+        number = next(n for n, own in enumerate(ranks) if self.rank in own)
+        peers, within = self.data, Group(is_lost=self.world.is_lost)
+        if shape[2] > 1:
+            peers, within = (_group_along(self.world, shape, axis) for axis in (1, 2))
+        lines = (self.pipeline, within, self.tensor)
+        long = [line for line in lines if line.num_ranks > 1]
+        world = self.world.subgroup(ranks[number]) if len(long) > 1 else (*long, within)[0]
+        own = self._replace(world=world, data=within)
+        return self._replace(peers=peers, replica=own)
+
+    @property
+    def own(self) -> "Mesh":
+        """The ranks that run each step together with this one."""
+        return self.replica or self
 
     @property
     def rank(self) -> int:
@@ -103,7 +139,7 @@ class Mesh(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether a replica of the model takes more than one rank."""
+        """Whether a rank holds a part of the model."""
         return self.data is not self.world
 
     @property
@@ -111,7 +147,18 @@ class Mesh(NamedTuple):
         return self.world.bytes_sent
 
 
-def _group_along(world: Group, shape: tuple[int, int, int], axis: int) -> Group:
+def ranks_by_replica(shape: tuple[int, int, int, int]) -> list[list[int]]:
+    """The ranks of each replica; `shape` is pipeline, replicas, data within one, tensor. Pure."""
+    pipeline, replicas, within, tensor = shape
+    width = within * tensor
+    firsts = [stage * replicas * width for stage in range(pipeline)]
+    return [
+        [first + number * width + i for first in firsts for i in range(width)]
+        for number in range(replicas)
+    ]
+
+
+def _group_along(world: Group, shape: Sequence[int], axis: int) -> Group:
     """The ranks that differ from this one along one axis alone."""
     if shape[axis] == world.num_ranks:
         return world

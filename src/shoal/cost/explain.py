@@ -30,7 +30,7 @@ from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
 from shoal.sync.choose import strategy_class
 from shoal.sync.costs import MemoryUse, Message, StepCosts
-from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout
+from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankCoordinates, RankLayout
 from shoal.sync.server.costs import aggregator_costs, server_costs
 from shoal.training.build import BuiltModel, build_model
 from shoal.training.run import Run, make_batches
@@ -230,7 +230,7 @@ def _rank_row(layout: RankLayout, moves: Mapping[int, TensorTraffic]) -> RankRow
     if layout.facts.phases:
         sent = messages_of_phases(sent, len(layout.facts.phases), layout.plan.num_ranks)
     return RankRow(
-        *layout.place,
+        *RankCoordinates.of(layout.place.rank, layout.plan),
         stages=[stage.index for stage in layout.stages],
         num_pieces=len(layout.rounds) * layout.plan.num_microbatches,
         num_held=sum(p.num_elements for p in layout.parameters),

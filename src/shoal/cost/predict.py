@@ -114,7 +114,7 @@ class _Step:
 
     def _about_norm_blocks(self) -> int:
         """Of all ranks, from the first of each pipeline rank."""
-        each = self.plan.num_replicas if self.plan.zero else 1
+        each = self.layouts[0].num_replicas if self.plan.zero else 1
         return sum(layout.counted_blocks() for layout in self.layouts) * self.plan.tensor * each
 
     @cached_property

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from shoal.cluster.placement import place
+from shoal.comm.mesh import ranks_by_replica
 from shoal.cost.cluster import Cluster
 from shoal.data.balance import can_balance
 from shoal.plans.plan import Plan
@@ -42,16 +43,22 @@ class RankPlaces:
     def group(self, axis: str, rank: int = 0) -> RankGroup:
         plan, data = self.plan, self.plan.num_replicas
         members: Sequence[int]
+        apart = plan.num_apart if plan.local_steps > 1 else 1
         if axis == "tensor":
             members = range(rank, rank + plan.tensor)
         elif axis == "data":
-            members = range(rank, rank + data * plan.tensor, plan.tensor)
+            members = range(rank, rank + data // apart * plan.tensor, plan.tensor)
+        elif axis == "replicas":
+            members = range(rank, rank + data * plan.tensor, data // apart * plan.tensor)
+        elif axis == "replica":
+            shape = plan.pipeline, apart, data // apart, plan.tensor
+            members = next(own for own in ranks_by_replica(shape) if rank in own)
         elif axis == "pipeline":
             members = range(rank, plan.num_ranks, data * plan.tensor)
         else:  # of all ranks, and of those with servers
             members = range(plan.num_ranks)
         lie = Counter(self.hosts[r] for r in members)
-        if axis not in ("tensor", "data", "pipeline", "world"):
+        if axis not in ("tensor", "data", "pipeline", "world", "replicas", "replica"):
             lie.update(self.hosts[plan.num_ranks :])
         host, local = lie.most_common(1)[0]
         crowd = self.ranks_on[host] // max(1, local) if axis != "world" else 1

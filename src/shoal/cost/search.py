@@ -43,7 +43,8 @@ RULES = {
     "pieces.",
     "servers": "servers are as many as 1, 4, 16, ... up to the replicas, in lockstep and with "
     "staleness 1 and any.",
-    "local-steps": "local_steps is 8 or 64, averaged or with outer=nesterov, and codecs pack it.",
+    "local-steps": "local_steps is 8 or 64, averaged or with outer=nesterov, which codecs pack "
+    "where a replica is one rank; replicas are as many as data, or as hosts with zero from 0 to 3.",
     "codecs": "topk keeps a hundredth, powersgd has rank 4.",
     "precision": "another precision is tried on plans that no other beats in both time and memory.",
     "against-faults": "copies, combine, damping, rates, deadline and fragments are left out: they "
@@ -55,7 +56,7 @@ LOCAL_STEPS = (8, 64)
 # What of a plan decides what is trained; other keys change the last bits at most.
 DECIDES = (
     *("staleness", "combine", "damping", "rates", "deadline"),
-    *("local_steps", "outer", "fragments", "codec", "precision"),
+    *("replicas", "local_steps", "outer", "fragments", "codec", "precision"),
 )
 _SAVERS: tuple[dict[str, str], ...] = (
     {},
@@ -174,7 +175,9 @@ def search(
             (_cut if pipeline > 1 else _whole)(every, ranks, keys)
             if tensor * pipeline == 1:
                 _through_servers(every, ranks, keys)
-                _alone(every, ranks, keys)
+                for codec in CODECS:
+                    every.attempt(ranks, keys, {"codec": codec})
+            _apart(every, ranks, keys)
     _in_other_precisions(every)
     return _ranked(every, num_steps, memory_bytes)
 
@@ -264,15 +267,18 @@ def _through_servers(every: _Search, ranks: int, keys: Keys) -> None:
                 every.attempt(ranks, own, {"staleness": staleness, "codec": codec})
 
 
-def _alone(every: _Search, ranks: int, keys: Keys) -> None:
-    """Replicas that step alone, and gradients that are packed on every step."""
-    for codec in CODECS:
-        every.attempt(ranks, keys, {"codec": codec})
+def _apart(every: _Search, ranks: int, keys: Keys) -> None:
+    """Replicas that make local steps: one for each of data, or one for each host."""
+    codecs = ("none", *CODECS) if keys["tensor"] * keys["pipeline"] == 1 else ("none",)
     for local_steps in LOCAL_STEPS:
         own = {**keys, "local_steps": local_steps}
-        every.attempt(ranks, own)
-        for codec in ("none", *CODECS):
+        if every.attempt(ranks, own) is None:
+            return
+        for codec in codecs:
             every.attempt(ranks, own, {"outer": "nesterov", "codec": codec})
+        if 1 < every.space.num_hosts < keys["data"]:
+            for zero in range(4):
+                every.attempt(ranks, own, {"replicas": every.space.num_hosts, "zero": zero})
 
 
 def _in_other_precisions(every: _Search) -> None:

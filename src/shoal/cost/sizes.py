@@ -60,13 +60,13 @@ def sizes_without_memory(run: Run) -> ModelSizes | None:
 
 def rank_sizes(sizes: ModelSizes, plan: Plan) -> ModelSizes:
     """What a rank of a resolved plan holds of each at the least."""
-    cut, replicas = plan.tensor * plan.pipeline, plan.num_replicas
-    optimizer = sizes.optimizer // cut // (replicas if plan.zero else 1)
-    if plan.offload != "none" or plan.sync == "server":
+    cut, shards = plan.tensor * plan.pipeline, plan.num_within
+    optimizer = sizes.optimizer // cut // (shards if plan.zero else 1)
+    if plan.offload != "none" or (plan.sync == "server" and plan.local_steps == 1):
         optimizer = 0
     return ModelSizes(
-        parameters=sizes.parameters // cut // (replicas if plan.zero == 3 else 1),
-        gradients=sizes.gradients // cut // (replicas if plan.zero >= 2 else 1),
+        parameters=sizes.parameters // cut // (shards if plan.zero == 3 else 1),
+        gradients=sizes.gradients // cut // (shards if plan.zero >= 2 else 1),
         optimizer=optimizer,
     )
 

@@ -32,7 +32,7 @@ def _pipeline(layout: RankLayout) -> list[Message]:
     found = layout.facts.survey.stages
     if found is None:
         return []
-    times = len(layout.rounds) * layout.plan.num_microbatches
+    times = _pieces_in_step(layout)
     forward, backward = [], []
     own = {stage.index for stage in layout.stages}
     for stage in layout.stages:
@@ -51,8 +51,9 @@ def _pipeline(layout: RankLayout) -> list[Message]:
     for p in layout.trained:
         holders = holders_of(p.name, layout.facts)
         if len(holders) > 1:
-            count += len(layout.rounds)
-            num_bytes += len(layout.rounds) * bytes_of_all_reduce(p.num_bytes, len(holders))
+            rounds = times // layout.plan.num_microbatches
+            count += rounds
+            num_bytes += rounds * bytes_of_all_reduce(p.num_bytes, len(holders))
     return [*sent, Message("tied gradients", "pipeline", "all-reduce", count, num_bytes)]
 
 
@@ -62,7 +63,7 @@ def _tensor(layout: RankLayout, moves: Mapping[int, TensorTraffic]) -> list[Mess
         if layout.stages
         else [*moves.values()]
     )
-    times = len(layout.rounds) * layout.plan.num_microbatches
+    times = _pieces_in_step(layout)
     return [
         Message(
             "activations",
@@ -79,3 +80,8 @@ def _tensor(layout: RankLayout, moves: Mapping[int, TensorTraffic]) -> list[Mess
             times * sum(m.backward_bytes for m in own),
         ),
     ]
+
+
+def _pieces_in_step(layout: RankLayout) -> int:
+    """Of this rank; of local steps, in a window."""
+    return len(layout.rounds) * layout.plan.num_microbatches * layout.plan.local_steps

@@ -38,6 +38,7 @@ from shoal.sync.server.round_coordinator import RoundCoordinator
 from shoal.sync.server.server import Server
 from shoal.sync.server.shard import ServerShard
 from shoal.sync.server.tables import ServerTables
+from shoal.training.build import BuiltModel
 from shoal.training.run import Run
 
 
@@ -50,11 +51,14 @@ class ServerProcess:
         seat: SupervisedSeat,
         run: Run,
         plan: Plan,
-        model: nn.Module,
+        built: BuiltModel,
         directory: Path,
     ):
-        self.number, self.seat, self.run, self.plan, self.model = number, seat, run, plan, model
-        self.directory = directory
+        # Among those of a part of the model, which take turns.
+        self.number, self.part = divmod(number, plan.num_parts)
+        self.seat, self.run, self.plan, self.built = seat, run, plan, built
+        self.model, self.directory = built.model, directory
+        model = built.model
         tables = tables_of(model).values() if plan.copies > 1 else ()
         self._first = {module: module.weight for module in tables}  # rows of all servers
         self._sizes: list[RunSize] = []  # of the run, as far as the servers' layout changed
@@ -90,13 +94,19 @@ class ServerProcess:
                 self._loop.close()
 
     @property
+    def _seat_number(self) -> int:
+        """Among all servers."""
+        return self.number * self.plan.num_parts + self.part
+
+    @property
     def _counts(self) -> list[int]:
         """The number of servers in each layout so far."""
-        return [size.num_servers - self.plan.num_host_servers for size in self._sizes]
+        counts = [size.num_servers - self.plan.num_host_servers for size in self._sizes]
+        return [count // self.plan.num_parts for count in counts]
 
     def _num_clients(self, num_ranks: int) -> int:
-        """The number of clients that push here: ranks, or one aggregator a host."""
-        return num_ranks if self.plan.hosts == 1 else self.plan.hosts
+        """The number of clients that push here: one of each replica, or one aggregator a host."""
+        return num_ranks // self.plan.num_ranks_apart if self.plan.hosts == 1 else self.plan.hosts
 
     def _open_layout(self) -> tuple[ServerLoop, Server]:
         """The server loop of the present layout; that of the one before is closed."""
@@ -112,15 +122,16 @@ class ServerProcess:
         plan, counts = self.plan, self._counts
         files = LayoutFiles(self.directory, len(counts) - 1)
         in_journal = plan.copies == 1  # else what it does is written to other servers
+        place = files.journal(self._seat_number)
         server = self._server = self._server_class()(
             self._shard_of(self.number),
             num_seats=self._num_clients(self.seat.sizes[-1].num_ranks),
             # Of a window of local steps each replica has one piece.
-            num_pieces=plan.num_pieces if plan.local_steps == 1 else plan.num_replicas,
+            num_pieces=plan.num_pieces if plan.local_steps == 1 else plan.num_apart,
             bound=plan.staleness_bound,
             secret=self.seat.secret,
             rule=plan.combine,
-            journal=Journal(files.journal(self.number), self.seat.secret) if in_journal else None,
+            journal=Journal(place, self.seat.secret) if in_journal else None,
         )
         if files.number and not server.clock.committed:
             faultpoint("server.moving", self.number)
@@ -147,7 +158,7 @@ class ServerProcess:
         optimizer = self.run.make_optimizer(model)
         schedules.remember_rates(optimizer)
         if self.plan.local_steps > 1:
-            model, optimizer = make_outer(model, self.plan)
+            model, optimizer = make_outer(model, self.plan, self.built.survey, self.part)
         layout = layout_after(model, optimizer, self._counts)
         is_own, every = owner == self.number, self.run.check_every
         shard = ServerShard(

@@ -152,7 +152,7 @@ def prepare_training(
                 serve_aggregator(number - plan.num_servers, seat, run, plan, model)
             else:
                 journals = run_dir / "servers" / f"{seat.restarts}"
-                ServerProcess(number, seat, run, plan, model, journals).serve()
+                ServerProcess(number, seat, run, plan, prepared, journals).serve()
 
         return run_in_seat(spec, _recovers(run, plan), work)
 

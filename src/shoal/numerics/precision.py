@@ -131,8 +131,8 @@ class ScaleState(NamedTuple):
 class LossScale:
     """The factor of the loss before backward; gradients are divided by it in the update.
 
-    Every rank sees the same overflows, since the finite flag is agreed, so every rank holds the
-    same scale without exchanging it. Call `good_step` after each committed step and `overflow` when
+    Every rank of a replica sees the same overflows, since the finite flag is agreed, so all hold
+    the same scale without exchanging it. Call `good_step` after each committed step and `overflow` when
     the agreed gradients are not finite; the batch is then repeated.
     """
 

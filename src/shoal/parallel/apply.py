@@ -45,6 +45,21 @@ class Survey:
     # What recomputed blocks run in.
     recompute_context: RecomputeContext = field(default_factory=RecomputeContext)
 
+    def held_at(
+        self, plan: Plan, pipeline: int, tensor: int, named: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What a rank in this place holds of the whole model's parameters."""
+        if self.stages is not None:
+            rank_of = partial(rank_of_stage, num_ranks=plan.pipeline, schedule=plan.schedule)
+            stages = self.stages.stages
+            owned = self.stages.held_by([s.index for s in stages if rank_of(s.index) == pipeline])
+            named = {name: p for name, p in named.items() if name in owned}
+        cuts = {} if self.tensor is None else self.tensor.cuts
+        return {
+            name: part_of(p, cuts[name], tensor, plan.tensor) if name in cuts else p
+            for name, p in named.items()
+        }
+
 
 def survey(
     model: nn.Module,

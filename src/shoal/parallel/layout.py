@@ -158,6 +158,17 @@ def slices_of(name: str, tensor: Tensor, holding: LocalLayout) -> list[Slice]:
     ]
 
 
+def slices_within(name: str, places: Iterable[Slice], holding: LocalLayout) -> list[Slice]:
+    """Blocks of what this rank holds of a tensor, as blocks of the logical one; views of them."""
+    return [
+        Slice(part, holding.shapes.get(name, place.global_shape), block.offset)
+        for place in places
+        for block, part in holding.blocks(
+            name, place.tensor, Box(place.offset, tuple(place.tensor.shape))
+        )
+    ]
+
+
 def slices_of_run(
     name: str, shape: Sequence[int], start: int, values: Tensor, holding: LocalLayout
 ) -> list[Slice]:

@@ -130,7 +130,8 @@ KEYS: dict[str, PlanKey] = {
     "pipeline": PlanKey("1 or more", "number of ranks that share the depth of the model", _count()),
     "zero": PlanKey(
         "0, 1, 2, 3",
-        "level of what is sharded over data: nothing, optimizer state, + gradients, + parameters",
+        "level of what is sharded over data (or data/replicas): nothing, optimizer state, "
+        "+ gradients, + parameters",
         _count(0, 3),
     ),
     "schedule": PlanKey(
@@ -181,6 +182,11 @@ KEYS: dict[str, PlanKey] = {
         "time after the first replica's push when servers close a round of local steps without "
         "those who have not come",
         _deadline,
+    ),
+    "replicas": PlanKey(
+        "1 or more",
+        "number of groups in lockstep that step apart from one another, else data",
+        _count(),
     ),
     "local_steps": PlanKey("1 or more", "number of steps between two agreements", _count()),
     "outer": PlanKey(

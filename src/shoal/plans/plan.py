@@ -42,6 +42,7 @@ class Plan(msgspec.Struct, frozen=True):
     rates: str = "even"
     copies: int = 1
     deadline: str = "none"
+    replicas: int | None = None  # None: `num_apart`
     local_steps: int = 1
     outer: str = "average"
     fragments: int = 1
@@ -96,6 +97,32 @@ class Plan(msgspec.Struct, frozen=True):
                 "the cores and the batch; call plan.resolve(...) first."
             )
         return self.data
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether replicas step apart, through servers or for some local steps."""
+        return self.local_steps > 1 or self.sync == "server"
+
+    @property
+    def num_apart(self) -> int:
+        """The replicas that step apart; 1 if all ranks are in lockstep. Needs a resolved plan."""
+        return (self.replicas or self.num_replicas) if self.is_loose else 1
+
+    @property
+    def num_within(self) -> int:
+        """The length of the data axis within one of them."""
+        return self.num_replicas // self.num_apart
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of the model that have servers of their own; under local steps those that a
+        replica's ranks hold."""
+        return self.tensor * self.pipeline
+
+    @property
+    def num_ranks_apart(self) -> int:
+        """The ranks of one of them."""
+        return self.num_within * self.tensor * self.pipeline
 
     @property
     def num_ranks(self) -> int:

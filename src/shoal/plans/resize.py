@@ -57,7 +57,7 @@ def size_rules(plan: Plan) -> SizeRules:
     in_lockstep = plan.local_steps == 1 and (plan.sync != "server" or plan.waits_for_all)
     return SizeRules(
         counts=counts,
-        replica=plan.tensor * plan.pipeline,
+        replica=plan.num_ranks_apart if plan.replicas else plan.tensor * plan.pipeline,
         copies=plan.copies,
         in_place=can_resize(plan) and len(counts) > 1,
         at_once=in_lockstep,
@@ -103,6 +103,8 @@ def can_recover(plan: Plan, meets_every: Sequence[int] | None = None) -> bool:
 
     The latter needs all ranks to meet only at the end of windows: `meets_every` so many steps.
     """
+    if plan.is_loose and plan.num_ranks_apart > 1:
+        return False  # the ranks of a replica need one another
     if plan.local_steps > 1 and plan.sync != "server":
         in_windows = meets_every is not None and not any(n % plan.local_steps for n in meets_every)
         return in_windows and plan.fragments == 1 and plan.num_replicas > 1
@@ -111,9 +113,9 @@ def can_recover(plan: Plan, meets_every: Sequence[int] | None = None) -> bool:
 
 def can_resize(plan: Plan) -> bool:
     """Whether a rank can join or leave. Under local steps all meet at the end of a window; with
-    fragments there is no such step."""
+    fragments there is no such step. A replica of several ranks cannot."""
     if plan.local_steps > 1:
-        return plan.fragments == 1
+        return plan.fragments == 1 and plan.num_ranks_apart == 1
     return plan.hosts == 1 and can_recover(plan)
 
 
@@ -129,7 +131,9 @@ def with_size(plan: Plan, size: RunSize) -> Plan:
     num_servers = size.num_servers - plan.num_host_servers
     servers = {"servers": num_servers} if plan.sync == "server" else {}
     data = size.num_ranks // (plan.tensor * plan.pipeline)
-    return msgspec.structs.replace(plan, data=data, accumulate=1, **servers)
+    # A replica keeps its ranks.
+    replicas = None if plan.replicas is None else max(1, data // plan.num_within)
+    return msgspec.structs.replace(plan, data=data, replicas=replicas, accumulate=1, **servers)
 
 
 def resize_plan(plan: Plan, text: str) -> Plan:

@@ -69,6 +69,11 @@ _NEEDS = {
     "damping": _STALE,
     "rates": _STALE,
     "copies": _SERVER,
+    "replicas": Requirement(
+        lambda plan: plan.is_loose,
+        "in lockstep: all ranks are one replica, which makes each step together",
+        "add local_steps=2 or more, or sync=server",
+    ),
     "deadline": Requirement(
         lambda plan: (
             plan.deadline == "none"
@@ -80,12 +85,12 @@ _NEEDS = {
     "local_steps": Requirement(
         lambda plan: (
             plan.local_steps == 1
-            or plan.data != 1
+            or 1 not in (plan.data, plan.replicas)
             or plan.outer != "average"
             or plan.sync == "server"
         ),
-        "with data=1: there is no other replica to average with",
-        "use data=2 or more",
+        "with one replica: there is no other to average with",
+        "use data=2 or more, and no replicas=1",
     ),
     "outer": Requirement(
         lambda plan: plan.local_steps > 1,
@@ -93,7 +98,9 @@ _NEEDS = {
         "add local_steps=2 or more",
     ),
     "fragments": Requirement(
-        lambda plan: plan.fragments == 1 or (plan.local_steps > 1 and plan.data != 1),
+        lambda plan: (
+            plan.fragments == 1 or (plan.local_steps > 1 and 1 not in (plan.data, plan.replicas))
+        ),
         "without local steps of several replicas: nothing is sent that could be cut",
         "use local_steps=2 and data=2 or more",
     ),
@@ -123,6 +130,7 @@ def refuse_without_effect(plan: "Plan", keys: Iterable[str]) -> None:
 def refuse_contradictions(plan: "Plan") -> None:
     _refuse_schedule(plan)
     _refuse_servers(plan)
+    _refuse_replicas(plan)
     _refuse_local_steps(plan)
     _refuse_codec(plan)
     if plan.copies > plan.servers:
@@ -150,18 +158,13 @@ def refuse_contradictions(plan: "Plan") -> None:
 def _refuse_servers(plan: "Plan") -> None:
     if plan.sync != "server":
         return
-    if plan.tensor * plan.pipeline > 1:
-        key = "tensor" if plan.tensor > 1 else "pipeline"
-        raise PlanError(
-            f"{key}={getattr(plan, key)} does not go with sync=server yet: a worker of a server is "
-            "one rank. Leave one of them out."
-        )
-    if plan.zero or plan.offload != "none":
+    if plan.offload != "none" or (plan.zero and plan.local_steps == 1):
         key, value = ("zero", plan.zero) if plan.zero else ("offload", plan.offload)
         raise PlanError(
             f"{key}={value} does not go with sync=server: optimizer state lives on the servers, "
             f"and no rank holds any to spare. Leave {key} out, or sync=server."
         )
+    _refuse_served_meshes(plan)
     if plan.local_steps > 1 and plan.fragments > 1:
         raise PlanError(
             f"fragments={plan.fragments} does not go with sync=server: servers bring whole windows "
@@ -194,10 +197,37 @@ def _refuse_servers(plan: "Plan") -> None:
             f"combine={plan.combine} does not go with data={plan.data}. Of fewer than three "
             "replicas it is not known which one is wrong. Use data=3 or more, or leave combine out."
         )
-    if plan.precision == "fp16" and plan.staleness != 0:
+
+
+def _refuse_served_meshes(plan: "Plan") -> None:
+    """Refuse what servers cannot do yet for workers of several ranks."""
+    cut = plan.tensor * plan.pipeline
+    if cut == 1 and plan.replicas in (None, plan.data):
+        return
+    keys = {"tensor": plan.tensor > 1, "pipeline": plan.pipeline > 1, "replicas": True}
+    key = next(key for key, is_set in keys.items() if is_set)
+    about = f"{key}={getattr(plan, key)} does not go with"
+    if plan.local_steps == 1:
         raise PlanError(
-            f"precision=fp16 does not go with staleness={plan.staleness}. The loss scale of fp16 "
-            "is agreed on every step, and here workers agree on none. Use precision=bf16."
+            f"{about} sync=server and a push in every step yet: there a worker of a server is one "
+            f"rank. Add local_steps=2 or more, or leave {key} or sync=server out."
+        )
+    for other, usual in {"staleness": 0, "deadline": "none", "copies": 1}.items():
+        if getattr(plan, other) != usual:
+            raise PlanError(
+                f"{about} {other}={getattr(plan, other)} yet: servers of different parts of a "
+                f"replica would decide apart when it continues. Leave {other} or {key} out."
+            )
+    if plan.zero == 3:
+        raise PlanError(
+            "zero=3 does not go with sync=server: its ranks hold shards, and servers have whole "
+            "parameters of a rank. Use zero=2, or leave sync=server out."
+        )
+    if plan.servers % cut:
+        raise PlanError(
+            f"servers={plan.servers} cannot be shared out to tensor={plan.tensor} x pipeline="
+            f"{plan.pipeline}. Each part of a replica has servers of its own. "
+            f"Use servers={cut * (plan.servers // cut + 1)}, or another multiple of {cut}."
         )
 
 
@@ -288,29 +318,37 @@ def fits_schedule(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
 def _refuse_local_steps(plan: "Plan") -> None:
     if plan.local_steps == 1:
         return
-    if plan.tensor * plan.pipeline > 1:
-        key = "tensor" if plan.tensor > 1 else "pipeline"
-        raise PlanError(
-            f"{key}={getattr(plan, key)} does not go with local_steps={plan.local_steps} yet: a "
-            "replica that steps alone is one rank. Leave one of them out."
-        )
-    if plan.precision == "fp16":
-        raise PlanError(
-            f"precision=fp16 does not go with local_steps={plan.local_steps}. The loss scale of "
-            f"fp16 is agreed on every step, and replicas agree only every {plan.local_steps} "
-            "steps. Use precision=bf16."
-        )
-    if plan.zero:
-        raise PlanError(
-            f"zero={plan.zero} does not go with local_steps={plan.local_steps}. Between two "
-            "averages the replicas differ, so none can hold a part of the others' state. "
-            "Leave one of them out."
-        )
+    for key in ("fragments", "codec"):
+        shares = plan.tensor * plan.pipeline > 1 or plan.zero == 3
+        if shares and getattr(plan, key) not in (1, "none"):
+            raise PlanError(
+                f"{key}={getattr(plan, key)} does not go with local_steps={plan.local_steps} of "
+                "replicas whose ranks hold parts of the model yet: what is packed or sent together "
+                "would depend on where the model was cut. Leave out one of "
+                f"{key}, tensor, pipeline and zero=3."
+            )
     if plan.fragments > plan.local_steps:
         raise PlanError(
             f"fragments={plan.fragments} does not go with local_steps={plan.local_steps}. Each "
             "fragment is sent after a step of its own, once in that many steps. "
             f"Use fragments={plan.local_steps} or fewer, or more local_steps."
+        )
+
+
+def _refuse_replicas(plan: "Plan") -> None:
+    """Refuse replicas that do not divide the data axis, and ZeRO with nothing to shard over."""
+    if plan.replicas and plan.data is not None and plan.data % plan.replicas:
+        counts = [str(n) for n in range(1, plan.data + 1) if plan.data % n == 0]
+        raise PlanError(
+            f"replicas={plan.replicas} does not divide data={plan.data}. Each replica takes an "
+            f"equal part of the data axis. Use replicas={' or '.join(counts)}."
+        )
+    if plan.zero and plan.is_loose and plan.replicas in (None, plan.data):
+        way = f"local_steps={plan.local_steps}" if plan.local_steps > 1 else "sync=server"
+        raise PlanError(
+            f"zero={plan.zero} does not go with {way} and a replica for each of data="
+            f"{plan.data or 'auto'}: they step apart, so none can hold a part of another's state. "
+            "zero shards over data/replicas: add replicas=R below data, or leave zero out."
         )
 
 

@@ -1,6 +1,7 @@
 """Makes the strategy that a plan names, and asks strategies what only some of them have."""
 
 from collections.abc import Callable
+from functools import partial
 
 from shoal.comm.mesh import NO_REQUESTS, RankRequests
 from shoal.numerics.codecs import make_codec
@@ -11,7 +12,7 @@ from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.fsdp import FullySharded
 from shoal.sync.gradient_packing import GradientPacking
-from shoal.sync.local import LocalSGD
+from shoal.sync.local import LocalSGD, lockstep_class
 from shoal.sync.outer import OuterConfig
 from shoal.sync.server.local import LocalServerStrategy
 from shoal.sync.server.outer_client import OuterClient
@@ -26,11 +27,7 @@ def strategy_class(plan: Plan) -> type[Strategy]:
     """What a plan trains with; its `costs` can be asked without making one."""
     if plan.sync == "server":
         return LocalServerStrategy if plan.has_anchor else ServerStrategy
-    if plan.local_steps > 1:
-        return LocalSGD
-    if plan.zero == 3:
-        return FullySharded
-    return ZeroSharded if plan.zero else AllReduce
+    return LocalSGD if plan.local_steps > 1 else lockstep_class(plan)
 
 
 def make_strategy(
@@ -40,7 +37,8 @@ def make_strategy(
     loss_scale: Callable[[], float] = lambda: 1.0,
 ) -> Strategy:
     """`meets_after` says after which steps the whole state is wanted; `loss_scale` is of now."""
-    chosen, exact, round_size = strategy_class(plan), plan.sums == "exact", plan.num_microbatches
+    chosen = strategy_class(plan)
+    checks = plan.precision == "fp16"
     timetable = FragmentSchedule(plan.local_steps, plan.fragments, num_steps)
     rule = OuterConfig(*plan.outer_rates, make_codec(plan.codec)) if plan.has_anchor else None
     options = WorkerOptions(
@@ -52,24 +50,32 @@ def make_strategy(
         assert rule is not None
         closes_early = plan.deadline_s is not None
         outer_client = OuterClient(plan.staleness_bound, rule, timetable, options, closes_early)
-        return LocalServerStrategy(plan.num_pieces, outer_client, exact)
+        return LocalServerStrategy(
+            plan.num_pieces, outer_client, partial(_in_lockstep, plan), checks
+        )
     if chosen is ServerStrategy:
         options = options._replace(
-            checks=plan.precision == "fp16" or plan.codec not in ("none", *HALF_CODECS),
+            checks=checks or plan.codec not in ("none", *HALF_CODECS),
             packing=_push_packing(plan, num_steps, loss_scale),
             hosts=plan.hosts,
         )
         return ServerStrategy(plan.num_pieces, plan.staleness_bound, options)
     if chosen is LocalSGD:
-        return LocalSGD(plan.num_pieces, timetable, exact, rule)
-    if chosen is FullySharded:
-        return FullySharded(plan.num_pieces, round_size)
+        return LocalSGD(plan.num_pieces, timetable, partial(_in_lockstep, plan), rule, checks)
     packing = None
     if plan.packed_codec != "none":
         packing = GradientPacking(plan.codec, num_steps, loss_scale)
+    return _in_lockstep(plan, plan.num_pieces, packing)
+
+
+def _in_lockstep(plan: Plan, num_pieces: int, packing: GradientPacking | None = None) -> Strategy:
+    """For the ranks of a run, or of a replica that takes so many pieces."""
+    chosen = lockstep_class(plan)
+    if chosen is FullySharded:
+        return FullySharded(num_pieces, plan.num_microbatches)
     if chosen is ZeroSharded:
-        return ZeroSharded(plan.num_pieces, plan.zero == 2, round_size, packing)
-    return AllReduce(plan.num_pieces, exact, round_size, packing)
+        return ZeroSharded(num_pieces, plan.zero == 2, plan.num_microbatches, packing)
+    return AllReduce(num_pieces, plan.sums == "exact", plan.num_microbatches, packing)
 
 
 def _push_packing(

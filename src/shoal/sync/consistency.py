@@ -72,13 +72,15 @@ class Consistency:
     def watch(self, strategy: Strategy, mesh: Mesh) -> None:
         """Watch the state of this strategy from now on. Never communicates."""
         self._strategy, self._mesh, self._inventory = strategy, mesh, StateInventory(strategy)
+        # Who holds the same: out of lockstep peers do, when replicas have agreed.
+        self._alike = mesh.data if strategy.in_lockstep else mesh.peers
         is_on = bool(self.most_slices)
         self._guards = is_on and mesh.num_ranks > 1
-        self._compares = is_on and mesh.data.num_ranks > 1 and self._inventory.is_alike
+        self._compares = is_on and self._alike.num_ranks > 1 and self._inventory.is_alike
         self._reader, self._turn = DigestReader(), 0
         self._alike_after: deque[int] = deque(maxlen=self.most_slices + 1)  # steps
         self._weights, self._state = Guard(self.most_slices), Guard(self.most_slices)
-        self._lines = data_lines(mesh)
+        self._lines = data_lines(mesh, not strategy.in_lockstep)
         self._own_line = next(line for line in self._lines if mesh.rank in line)
         faults.expose("rank", lambda what: find_address(self._inventory.everything(), what))
 
@@ -144,7 +146,7 @@ class Consistency:
         """Before newcomers take the state after `step` of one of those who hold it: let these hold
         the same. Every replica must call it."""
         if self._compares and self._strategy.in_lockstep and len(replicas) > 1:
-            _raise_on_all(self._mesh.data, self._compare(step, replicas, at_rest=True))
+            _raise_on_all(self._alike, self._compare(step, replicas, at_rest=True))
 
     def _check_changes(self, step: int) -> None:
         names = self._state.changed() + self._weights.changed()
@@ -156,7 +158,7 @@ class Consistency:
     def _resolve(self, step: int, differs: bool, at_rest: bool) -> bool:
         """Repair what can be, or raise; whether anything was. Every rank must reach this."""
         world, before = self._mesh.world, self._repairs.total()
-        replicas = range(self._mesh.data.num_ranks)
+        replicas = range(self._alike.num_ranks)
         _raise_on_all(world, self._compare(step, replicas, at_rest) if differs else "")
         is_repaired = self._repairs.total() > before
         return any(row[0] for row in world.all_gather_numbers([is_repaired]))
@@ -166,7 +168,7 @@ class Consistency:
 
         What is wrong, if that cannot be. Every rank of the line must reach this.
         """
-        data = self._mesh.data
+        data = self._alike
         takes_part, listing = data.rank in replicas, TensorListing([], [])
         if takes_part:
             listing = self._inventory.at_rest() if at_rest else self._inventory.in_step()
@@ -212,7 +214,7 @@ class Consistency:
         self, tensors: list[Tensor], numbers: list[int], replicas: Sequence[int]
     ) -> tuple[list[int], list[list[float]]]:
         own = [digest_to_float(digest) for digest in DigestReader().digests(tensors)]
-        rows = self._mesh.data.all_gather_numbers(own or [0.0] * len(numbers))
+        rows = self._alike.all_gather_numbers(own or [0.0] * len(numbers))
         found = [i for i in range(len(numbers)) if len({rows[r][i] for r in replicas}) > 1]
         return [numbers[i] for i in found], [[row[i] for i in found] for row in rows]
 
@@ -221,7 +223,7 @@ class Consistency:
         self, tensors: Sequence[Tensor], odd: Sequence[int], leader: int, at_rest: bool
     ) -> None:
         """Let replicas that are odd take some tensors of another."""
-        data = self._mesh.data
+        data = self._alike
         held = {str(number): [whole_slice(tensor)] for number, tensor in enumerate(tensors)}
         given = broadcast_state(data, leader, ShardedState(held, {}))
         if data.rank in odd:
@@ -264,9 +266,12 @@ class Consistency:
         self._emit(event)
 
 
-def data_lines(mesh: Mesh) -> list[list[int]]:
-    """The ranks of each line along the data axis: tensor ranks are neighbours. Pure."""
+def data_lines(mesh: Mesh, of_peers: bool = False) -> list[list[int]]:
+    """The ranks of each line along the data axis, or of peers in replicas that step apart: tensor
+    ranks are neighbours, and so are those of a replica. Pure."""
     width, length = mesh.tensor.num_ranks, mesh.data.num_ranks
+    if of_peers:
+        width, length = width * mesh.own.data.num_ranks, mesh.peers.num_ranks
     stages = range(mesh.pipeline.num_ranks)
     firsts = [stage * width * length + place for stage in stages for place in range(width)]
     return [[first + replica * width for replica in range(length)] for first in firsts]

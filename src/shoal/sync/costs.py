@@ -74,12 +74,16 @@ class StepCosts(NamedTuple):
 
 
 def tree_message(
-    what: str, rows: Sequence[tuple[int, int]], tree: Sequence[Sequence[Block]], layout: RankLayout
+    what: str,
+    rows: Sequence[tuple[int, int]],
+    tree: Sequence[Sequence[Block]],
+    layout: RankLayout,
+    axis: str = "data",
 ) -> Message:
     """Sums in tree order (`comm/reduce.py`); `rows` are (elements, bytes of one)."""
-    n, data = layout.num_replicas, layout.place.data
+    n, data = layout.line(axis)
     if n == 1 or any_order(tree):
-        return all_reduce_message(what, "data", [count * size for count, size in rows], layout)
+        return all_reduce_message(what, axis, [count * size for count, size in rows], layout)
     num_bytes = num_messages = 0
     most, at_once = max(len(blocks) for blocks in tree), TreeReduce(Group(), tree).at_once
     for count, size in rows:
@@ -89,11 +93,11 @@ def tree_message(
         else:
             num_bytes += (len(tree[data]) * (count - own) + own * (n - 1)) * size
         num_messages += 1 if at_once(count * size) else most + 1
-    return Message(what, "data", "all-to-all, gather", num_messages, num_bytes)
+    return Message(what, axis, "all-to-all, gather", num_messages, num_bytes)
 
 
 def all_reduce_message(what: str, axis: str, sizes: Sequence[int], layout: RankLayout) -> Message:
-    n = layout.num_replicas if axis == "data" else layout.plan.num_ranks
+    n, _ = layout.line(axis)
     if n == 1:
         return Message(what, axis, "all-reduce", 0, 0)
     num_bytes = sum(bytes_of_all_reduce(size, n) for size in sizes)
@@ -114,10 +118,10 @@ def agreement(layout: RankLayout, apart: bool) -> list[Message]:
     sent = [metadata_message(layout)]
     if layout.facts.clips and apart:
         size = layout.facts.norm_blocks * SINGLE
-        sent.append(all_reduce_message("gradient norm", "world", [size], layout))
+        sent.append(all_reduce_message("gradient norm", layout.world, [size], layout))
     if layout.plan.precision == "fp16" and apart:
-        size = layout.plan.num_ranks * DOUBLE
-        sent.append(all_reduce_message("is it finite", "world", [size], layout))
+        size = layout.num_ranks * DOUBLE
+        sent.append(all_reduce_message("is it finite", layout.world, [size], layout))
     return [*sent, changed_buffers(layout)]
 
 
@@ -125,11 +129,11 @@ def metadata_message(layout: RankLayout) -> Message:
     """Losses, times and requests of all ranks; of a data group, what was touched and changed."""
     plan = layout.plan
     counts = len(layout.trained), len(layout.facts.buffers)
-    of_all, of_part = map(sum, metadata_lengths(plan.num_pieces, plan.num_ranks, *counts))
+    of_all, of_part = map(sum, metadata_lengths(layout.num_pieces, layout.num_ranks, *counts))
     if not plan.cuts_model:
         size = (of_all + of_part) * DOUBLE
-        return all_reduce_message("losses and flags", "world", [size], layout)
-    message = all_reduce_message("losses and flags", "world", [of_all * DOUBLE], layout)
+        return all_reduce_message("losses and flags", layout.world, [size], layout)
+    message = all_reduce_message("losses and flags", layout.world, [of_all * DOUBLE], layout)
     more = all_reduce_message("", "data", [of_part * DOUBLE] if of_part else [], layout)
     return msgspec.structs.replace(
         message, count=message.count + more.count, num_bytes=message.num_bytes + more.num_bytes
@@ -219,5 +223,5 @@ def most_sums(num_terms: int) -> int:
 
 def added_up(*amounts: Amount) -> Amount:
     """Those that have a formula are named."""
-    named = [amount.formula for amount in amounts if amount.formula]
+    named = [amount.formula for amount in amounts if amount.formula not in ("", "nothing")]
     return Amount(sum(amount.num_bytes for amount in amounts), ", ".join(named) or "nothing")

@@ -6,22 +6,27 @@ Use it where the link is slow: an H-th of the traffic, for results that differ f
 whole batch. Losses and requests are agreed on when weights are; in between, a replica reports its
 own.
 
-A replica that dies is replaced alone: the newcomer takes the weights of the last agreement, which
-the others keep, and an optimizer that has seen nothing, and does the window again. An agreement has
-two phases (`averaging.py`), so that after a death either all survivors count it or none does.
-Replicas that join a run begin in the same way, and others leave it, where a window ends
-(`training/resizing.py`). Only in fragments, of which each is agreed on at another time, does a
-death take all back to a checkpoint, and no replica joins.
+A replica is a mesh of ranks that make each step together, by a strategy of their own; each of them
+agrees with its peers, which hold the same part of the other replicas, on what it holds.
+
+A replica of one rank that dies is replaced alone: the newcomer takes the weights of the last
+agreement, which the others keep, and an optimizer that has seen nothing, and does the window again.
+An agreement has two phases (`averaging.py`), so that after a death either all survivors count it or
+none does. Replicas that join a run begin in the same way, and others leave it, where a window ends
+(`training/resizing.py`). Only in fragments, of which each is agreed on at another time, and where a
+replica takes several ranks, does a death take all back to a checkpoint, and no replica joins.
 
 Zinkevich et al. 2010; Stich 2019, arXiv 1805.09767. Cost: 2/H times the weights' bytes per step; in
 memory the weights once more. Read next: `outer.py`, where an outer optimizer takes the place of the
 average.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -33,31 +38,30 @@ from shoal.errors import AgreementLost, GroupLost
 from shoal.faults import faultpoint
 from shoal.logs import warn_on_screen
 from shoal.numerics.fragments import FragmentSchedule
+from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of
+from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.averaging import StagedAverage
 from shoal.sync.costs import (
     DOUBLE,
     SINGLE,
     Amount,
-    MemoryUse,
     Message,
     StepCosts,
     added_up,
     all_reduce_message,
-    as_parameters,
-    memory_of_parts,
-    partial_sums,
-    sums_in_step,
     tree_message,
 )
+from shoal.sync.fsdp import FullySharded
 from shoal.sync.named_parts import PartSums, gather_parts
 from shoal.sync.outer import OuterConfig, OuterOptimizer, anchor_memory, outer_message
 from shoal.sync.rank_layout import LocalParameter, RankLayout
 from shoal.sync.replicas import REPLICAS, MergedReplicas, replica_name
 from shoal.sync.rounds import AttachedModel, blocks_by_rank
 from shoal.sync.state import ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
+from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink, Strategy
+from shoal.sync.zero import ZeroSharded
 
 NUM_WINDOW_NUMBERS = 7  # numbers that each replica sends as a window ends
 _MEET, _BOUND = 2, 4  # in what a rank says of requests: a meeting; that it has heard the others
@@ -71,7 +75,8 @@ class _WindowReport(NamedTuple):
 
 
 class LocalSGD:
-    """Without a `rule` weights are averaged, all at once.
+    """Without a `rule` weights are averaged, all at once. `make_inner` makes the strategy of a
+    replica, given the number of its pieces.
 
     `in_lockstep` is about steps, of which each replica takes its own.
     """
@@ -91,10 +96,14 @@ class LocalSGD:
         self,
         num_pieces: int,
         timetable: FragmentSchedule,
-        exact: bool = True,
+        make_inner: Callable[[int], Strategy],
         rule: OuterConfig | None = None,
+        checks: bool = False,
     ):
-        self.num_pieces, self.timetable, self.exact = num_pieces, timetable, exact
+        """With `checks` a replica may find that it must make a step again, with a smaller loss
+        scale of its own."""
+        self.num_pieces, self.timetable, self._make_inner = num_pieces, timetable, make_inner
+        self.checks = checks
         self.outer = None if rule is None else OuterOptimizer(rule, timetable)
         self.step = 0
         self.agreed = 0  # the last step after which this replica counts an agreement
@@ -102,6 +111,7 @@ class LocalSGD:
         self._agreed_weights: dict[str, Tensor] = {}
         self._last_made = 0  # the step that is made, and perhaps not agreed on
         self._means: StagedAverage | None = None  # that came, and may not count yet
+        self._averaged: dict[str, Tensor] = {}  # of which weights
         self._is_alike = True  # whether weights are the same on all replicas
         self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
         self._mark = 0  # of them and of those of the step under way
@@ -115,12 +125,16 @@ class LocalSGD:
         mesh: Mesh,
         holding: LocalLayout = WHOLE,
     ) -> None:
-        self.group, self.holding = mesh.data, holding
-        self.pieces = share(self.group.rank, self.group.num_ranks, self.num_pieces)
-        self.inner = AllReduce(len(self.pieces), self.exact)
-        alone = Group()
-        self.inner.attach(model, optimizer, mesh._replace(world=alone, data=alone), holding)
+        self.world, self.group, self.holding = mesh.world, mesh.peers, holding
+        pieces = share(self.group.rank, self.group.num_ranks, self.num_pieces)
+        if not hasattr(self, "inner") or len(pieces) != len(self.pieces):
+            self.inner = self._make_inner(len(pieces))
+        self.pieces: range = pieces
+        self.inner.attach(model, optimizer, mesh.own, holding)
         self.model, self.buffers = model, self.inner.buffers
+        # The first rank of each replica, which tells for all of it.
+        width = mesh.own.data.num_ranks * mesh.tensor.num_ranks
+        self._firsts = range(0, self.group.num_ranks * width, width)
         self._join_group(mesh)
 
     def detach(self) -> None:
@@ -129,7 +143,7 @@ class LocalSGD:
             self.outer.detach()
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
-        if first and self.group.is_lost():
+        if first and self.world.is_lost():
             # Now, and not when the window ends: a newcomer waits for all to come.
             raise GroupLost("the generation is over")
         if first and self.outer is not None:
@@ -137,29 +151,30 @@ class LocalSGD:
         return self.inner.microbatch(first, last)
 
     def exchange(self, local: LocalStep, want_norm: bool) -> GlobalStep:
-        own = self.inner.exchange(local, want_norm)._replace(num_samples=None)
-        self._mark = add_marks((self._marked, local.mark))
-        if not self.timetable.ends_window(self.step + 1):
-            busy_s = [local.busy_s] * self.group.num_ranks
+        own = self._exchange_within(local, want_norm)
+        # Others hear of a step that ends a window once it can be made.
+        tells = self.timetable.ends_window(self.step + 1)
+        if not tells or (self.checks and not self._is_finite(own)):
             # Heard with the others: all stop, or meet, after the same step.
-            return own._replace(busy_s=busy_s, mark=None, asked=NO_REQUESTS)
-        stop, meet = local.asked
+            return own._replace(mark=None, asked=NO_REQUESTS)
+        stop, meet = own.asked
         mark = self._mark if self._knows_marks else -1
         asked = stop + _MEET * meet
-        parts = local.packed_parts(self.pieces.start)
+        parts = self._packed_parts(local)
         self._told = _WindowReport(
             [sum(own.sums), sum(own.weights), local.busy_s, asked, mark, local.digest, len(parts)],
             parts,
         )
         rows, named = self._gather_numbers()
+        firsts = [rows[rank] for rank in self._firsts]
         heard = _combine_requests([int(row[3]) for row in rows])
         self._told.numbers[3] = heard.stop + _BOUND
         return own._replace(
-            sums=[row[0] for row in rows],
-            weights=[row[1] for row in rows],
+            sums=[row[0] for row in firsts],
+            weights=[row[1] for row in firsts],
             busy_s=[row[2] for row in rows],
             asked=heard,
-            mark=None if any(row[4] < 0 for row in rows) else add_marks(row[4] for row in rows),
+            mark=None if any(row[4] < 0 for row in rows) else add_marks(r[4] for r in firsts),
             digests=[row[5] for row in rows],
             parts=named,
         )
@@ -185,24 +200,23 @@ class LocalSGD:
 
     @staticmethod
     def costs(layout: RankLayout) -> StepCosts:
-        """Of a window; without fragments, all is sent in its last step."""
-        plan, n = layout.plan, layout.num_replicas
+        """Of a window; without fragments, what replicas send each other leaves in its last step."""
+        plan = layout.plan
         times = f"once in {plan.local_steps} steps"
         told = [window_message(layout)]
         if plan.fragments == 1:
-            told.append(all_reduce_message("that all have it", "data", [n * DOUBLE], layout))
+            size = plan.num_ranks * DOUBLE
+            told.append(all_reduce_message("that all have it", "world", [size], layout))
         if plan.has_anchor:
             sums = [
                 outer_message(layout, f"outer gradients, {times}"),
                 mean_message(layout, f"buffers, {times}"),
             ]
-            memory = replica_memory(layout, anchor_memory(layout))
-        else:
-            weights = [p for p in layout.parameters if p.dtype.is_floating_point]
-            sums = [mean_message(layout, f"weights, {times}", weights)]
-            kept = Amount(sum(p.num_bytes for p in weights), "the weights of the last agreement")
-            memory = replica_memory(layout, kept)
-        return StepCosts(layout.num_trained, memory, sums, told)
+            return window_costs(layout, anchor_memory(layout), sums, told)
+        weights = [p for p in layout.parameters if p.dtype.is_floating_point]
+        kept = Amount(sum(p.num_bytes for p in weights), "the weights of the last agreement")
+        sums = [mean_message(layout, f"weights, {times}", weights)]
+        return window_costs(layout, kept, sums, told)
 
     def state_dict(self) -> ShardedState:
         """What replicas do not share carries the replica's number."""
@@ -265,27 +279,28 @@ class LocalSGD:
     def _join_group(self, mesh: Mesh) -> None:
         """Learn what was agreed on last. Every rank must reach this."""
         if self.outer is not None:
-            self.outer.attach(self.model, self.group)
+            self.outer.attach(self.model, self.group, self.holding)
         elif not self._agreed_weights:
-            self._agreed_weights = _copy_weights(self.model)
-        self._seat_step = int(max(row[0] for row in self.group.all_gather_numbers([self.agreed])))
+            self._agreed_weights = self._copy_weights()
+        self._seat_step = int(max(row[0] for row in self.world.all_gather_numbers([self.agreed])))
 
     def _agree(self, step: int, ends: bool) -> None:
         """Receive the replicas' average, staged. Every rank must call it."""
         if step <= self._seat_step:
             return  # some count it, so all had it before the group broke
-        if ends and self._gathered_in is not self.group:
+        if ends and self._gathered_in is not self.world:
             self._gather_numbers()  # some replicas, and a newcomer, do not have them yet
         if self.outer is not None:
             self.outer.exchange(step)
         if ends:
             faultpoint("local.bringing", step)
-            weights = [] if self.outer is not None else list(self.model.parameters())
-            self._means = StagedAverage(self.group, [*weights, *self.model.buffers()])
+            self._averaged = {} if self.outer is not None else self._held_weights()
+            tensors = [*self._averaged.values(), *self.model.buffers()]
+            self._means = StagedAverage(self.group, tensors)
             if self.timetable.num_fragments == 1:
                 faultpoint("local.brought", step)
                 # A rank that gets all of them knows that all have the average.
-                self.group.all_gather_numbers([step])
+                self.world.all_gather_numbers([step])
                 faultpoint("local.agreed", step)
 
     def _commit(self, step: int, ends: bool) -> None:
@@ -294,10 +309,7 @@ class LocalSGD:
             self.outer.commit(step)
         if self._means is not None:
             self._means.apply()
-            named = self.model.named_parameters()
-            self._agreed_weights = {
-                n: self._means[p] for n, p in named if n in self._agreed_weights
-            }
+            self._agreed_weights = {n: self._means[p] for n, p in self._averaged.items()}
             self._means = None
             self.buffers.hold()
         self.step = step
@@ -308,10 +320,40 @@ class LocalSGD:
 
     def _gather_numbers(self) -> tuple[list[list[float]], PartSums]:
         """The numbers of all replicas, and the named parts of their losses."""
-        self._gathered_in = self.group
-        rows = self.group.all_gather_numbers(self._told.numbers)
+        self._gathered_in = self.world
+        rows = self.world.all_gather_numbers(self._told.numbers)
         lengths = [int(row[6]) for row in rows]
-        return rows, gather_parts(self.group, lengths, self._told.parts) if any(lengths) else {}
+        return rows, gather_parts(self.world, lengths, self._told.parts) if any(lengths) else {}
+
+    def _exchange_within(self, local: LocalStep, want_norm: bool) -> GlobalStep:
+        """A step of this replica alone."""
+        own = self.inner.exchange(local, want_norm)
+        assert own.mark is not None, "its ranks are in lockstep"
+        self._mark = add_marks((self._marked, own.mark))
+        busy_s = [local.busy_s] * self.world.num_ranks
+        return own._replace(busy_s=busy_s, num_samples=None, digests=())
+
+    def _is_finite(self, own: GlobalStep) -> bool:
+        """Whether this replica can make the step. Every rank of it must call it."""
+        parts = (part.tensor for parts in self.inner.gradients().values() for part in parts)
+        known = math.isfinite(own.loss) and math.isfinite(own.norm or 0.0)
+        finite = known and all(bool(torch.isfinite(tensor).all()) for tensor in parts)
+        world = self.attached.mesh.world
+        return not any(row[0] for row in world.all_gather_numbers([not finite]))
+
+    def _packed_parts(self, local: LocalStep) -> bytes:
+        """The named parts of the losses that this rank is the one to tell."""
+        if not local.losses or self.holding.rank:
+            return b""
+        return local.packed_parts(self.pieces.start + self.attached.rounds.pieces.start)
+
+    def _held_weights(self) -> dict[str, Tensor]:
+        """What this rank holds of those that are averaged."""
+        held, absent = held_parameters(self.model).items(), self.holding.absent
+        return {n: p for n, p in held if p.is_floating_point() and n not in absent}
+
+    def _copy_weights(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self._held_weights().items()}
 
     def _continue_after(self, step: int) -> None:
         self.step, self._last_made = step, 0
@@ -323,7 +365,7 @@ class LocalSGD:
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.buffers.hold()
         if self.outer is None:
-            self._agreed_weights = _copy_weights(self.model)
+            self._agreed_weights = self._copy_weights()
         else:
             self.outer.load_state_dict(source, source, step)
 
@@ -335,13 +377,20 @@ class LocalSGD:
         if self.outer is not None:
             has_anchor = self.outer.load_state_dict(own, mean, step)
             return step - step % self.timetable.local_steps if has_anchor else step
-        self._agreed_weights = _copy_weights(self.model)
+        self._agreed_weights = self._copy_weights()
         return step
 
     def _untrained(self) -> dict[str, list[Slice]]:
         """Buffers, and weights that are not averaged."""
         others = (*self.model.named_parameters(), *self.model.named_buffers())
         return {f"model.{n}": slices_of(n, t, self.holding) for n, t in others}
+
+
+def lockstep_class(plan: Plan) -> type[Strategy]:
+    """What the ranks of a replica train with, or those of a run in lockstep."""
+    if plan.zero == 3:
+        return FullySharded
+    return ZeroSharded if plan.zero else AllReduce
 
 
 def _combine_requests(flags: Sequence[int]) -> RankRequests:
@@ -353,29 +402,35 @@ def _combine_requests(flags: Sequence[int]) -> RankRequests:
     )
 
 
-def _copy_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Those that are averaged."""
-    return {n: p.detach().clone() for n, p in model.named_parameters() if p.is_floating_point()}
-
-
 def mean_message(
     layout: RankLayout, what: str, parameters: Iterable[LocalParameter] = ()
 ) -> Message:
     """Buffers that are averaged where a window ends, and some parameters with them."""
-    n, kinds = layout.num_replicas, {SINGLE: layout.facts.averaged_buffers}
+    n, kinds = layout.num_apart, {SINGLE: layout.facts.averaged_buffers}
     for p in parameters:
         kinds[p.dtype.itemsize] = kinds.get(p.dtype.itemsize, 0) + p.num_elements
     rows = [(count, size) for size, count in kinds.items() if count]
-    return tree_message(what, rows, blocks_by_rank(n, n), layout)
+    return tree_message(what, rows, blocks_by_rank(n, n), layout, "replicas")
 
 
 def window_message(layout: RankLayout) -> Message:
     """What replicas tell each other of a window."""
-    size = NUM_WINDOW_NUMBERS * layout.num_replicas * DOUBLE
-    return all_reduce_message("losses and flags", "data", [size], layout)
+    size = NUM_WINDOW_NUMBERS * layout.plan.num_ranks * DOUBLE
+    return all_reduce_message("losses and flags", "world", [size], layout)
 
 
-def replica_memory(layout: RankLayout, agreed: Amount) -> MemoryUse:
-    """Of a replica that steps alone; `agreed` is what it keeps for the others."""
-    sums = partial_sums(layout, sums_in_step(layout, alone=True))
-    return memory_of_parts(layout, as_parameters(layout), added_up(sums, agreed))
+def window_costs(
+    layout: RankLayout, kept: Amount, sums: Sequence[Message], told: Sequence[Message]
+) -> StepCosts:
+    """Of the steps of a replica, and of what it sends the others and keeps for them."""
+    own, times = lockstep_class(layout.plan).costs(layout), layout.plan.local_steps
+    memory = msgspec.structs.replace(own.memory, extra=added_up(own.memory.extra, kept))
+    sums, told = [*_repeated(own.sums, times), *sums], [*_repeated(own.agreement, times), *told]
+    return StepCosts(own.num_stepped, memory, sums, told)
+
+
+def _repeated(messages: Iterable[Message], times: int) -> list[Message]:
+    return [
+        msgspec.structs.replace(m, count=m.count * times, num_bytes=m.num_bytes * times)
+        for m in messages
+    ]

@@ -29,7 +29,8 @@ from shoal.comm.compression import Codec, CompressedSum, share_bounds
 from shoal.comm.reduce import Reduction, TreeReduce
 from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule, split_fragments
-from shoal.parallel.layout import WHOLE, Slice, slices_of_run, whole_slice
+from shoal.parallel.fsdp import held_parameters
+from shoal.parallel.layout import LocalLayout, Slice, slices_of, slices_of_run
 from shoal.sync.costs import Amount, Message, tree_message
 from shoal.sync.rank_layout import LocalParameter, RankLayout
 from shoal.sync.rounds import blocks_by_rank
@@ -55,8 +56,10 @@ class FlatFragment:
     communicates.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], rule: OuterConfig, group: Group):
-        self.named, self.rule = named, rule
+    def __init__(
+        self, named: Mapping[str, Tensor], rule: OuterConfig, group: Group, holding: LocalLayout
+    ):
+        self.named, self.rule, self._holding = named, rule, holding
         self.anchor = self.weights()
         self.dtype = torch.promote_types(self.anchor.dtype, torch.float32)  # of the arithmetic
         self.momentum = self._zeros() if rule.momentum else None
@@ -159,6 +162,11 @@ class FlatFragment:
         pairs = zip(self.named.items(), flat.split(lengths), strict=True)
         return {name: part.view(p.shape) for (name, p), part in pairs}
 
+    def slices(self, kind: str, flat: Tensor | None) -> dict[str, list[Slice]]:
+        """What there is of it as parts of the whole model's, under names that begin with `kind`."""
+        parts = {} if flat is None else self.parts(flat)
+        return {kind + n: slices_of(n, part, self._holding) for n, part in parts.items()}
+
     def owed_parts(self) -> Iterator[tuple[str, list[Slice]]]:
         """Of this rank's share, what lies in each parameter."""
         assert self.owed is not None and self.share is not None
@@ -168,7 +176,7 @@ class FlatFragment:
             last = min(start + p.numel(), self.share.stop)
             if first < last:
                 own = self.owed[first - self.share.start : last - self.share.start]
-                yield name, slices_of_run(name, p.shape, first - start, own, WHOLE)
+                yield name, slices_of_run(name, p.shape, first - start, own, self._holding)
 
     def _zeros(self) -> Tensor:
         return torch.zeros_like(self.anchor, dtype=self.dtype)
@@ -183,7 +191,7 @@ class OuterOptimizer:
         self._in_flight: tuple[int, int] | None = None  # a fragment, and when it was sent
         self._is_at_anchor = True  # whether weights and anchors are the same
 
-    def attach(self, model: nn.Module, group: Group) -> None:
+    def attach(self, model: nn.Module, group: Group, holding: LocalLayout) -> None:
         if self.fragments:
             for fragment_ in self._flat_fragments():
                 fragment_.join_group(group)
@@ -192,11 +200,13 @@ class OuterOptimizer:
         sizes = [p.nbytes for p in named.values()]
         for run in split_fragments(sizes, self.timetable.num_fragments):
             names = list(named)[run.start : run.stop]
-            kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
+            kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
             for name in names:
                 p = named[name]
                 kinds.setdefault((p.dtype, p.device), {})[name] = p
-            self.fragments.append([FlatFragment(own, self.rule, group) for own in kinds.values()])
+            self.fragments.append(
+                [FlatFragment(own, self.rule, group, holding) for own in kinds.values()]
+            )
 
     def detach(self) -> None:
         deadline = drain_deadline()
@@ -269,11 +279,8 @@ class OuterOptimizer:
         """What all replicas hold alike: the anchor, in the weights' place, and the momentum."""
         found: dict[str, list[Slice]] = {}
         for fragment_ in self._flat_fragments():
-            for kind, flat in (("model.", fragment_.anchor), (MOMENTUM, fragment_.momentum)):
-                if flat is not None:
-                    found |= {
-                        kind + n: [whole_slice(part)] for n, part in fragment_.parts(flat).items()
-                    }
+            found |= fragment_.slices("model.", fragment_.anchor)
+            found |= fragment_.slices(MOMENTUM, fragment_.momentum)
         return found
 
     def state_dict(self, of_own: str) -> dict[str, list[Slice]]:
@@ -285,10 +292,7 @@ class OuterOptimizer:
             kinds |= {ANCHOR: None if self._is_at_anchor else fragment_.anchor}
             kinds |= {of_own + SENT: fragment_.sent}
             for kind, flat in kinds.items():
-                if flat is not None:
-                    found |= {
-                        kind + n: [whole_slice(part)] for n, part in fragment_.parts(flat).items()
-                    }
+                found |= fragment_.slices(kind, flat)
             if fragment_.owed is not None:
                 found |= {OWED + name: places for name, places in fragment_.owed_parts()}
         return found
@@ -302,17 +306,17 @@ class OuterOptimizer:
         self._is_at_anchor, has_anchor = True, False
         for fragment_ in self._flat_fragments():
             fragment_.sent = None
-            for name, part in fragment_.parts(fragment_.anchor).items():
+            for name, places in fragment_.slices("", fragment_.anchor).items():
                 is_kept = ANCHOR + name in own
                 has_anchor |= is_kept
                 source, kind = (own, ANCHOR) if is_kept else (mean, "model.")
-                source.fill(kind + name, [whole_slice(part)])
+                source.fill(kind + name, places)
             self._is_at_anchor &= torch.equal(fragment_.anchor, fragment_.weights())
             for kind, flat in ((MOMENTUM, fragment_.momentum), (RESIDUAL, fragment_.residual)):
                 if flat is not None:
                     flat.zero_()
-                    for name, part in fragment_.parts(flat).items():
-                        _fill(own, kind + name, [whole_slice(part)])
+                    for name, places in fragment_.slices(kind, flat).items():
+                        _fill(own, name, places)
             if fragment_.owed is not None:
                 fragment_.owed.zero_()
                 for name, places in fragment_.owed_parts():
@@ -330,8 +334,8 @@ class OuterOptimizer:
             return
         for fragment_ in fragment:
             fragment_.sent = fragment_.anchor.clone()
-            for name, part in fragment_.parts(fragment_.sent).items():
-                own.fill(SENT + name, [whole_slice(part)])
+            for name, places in fragment_.slices(SENT, fragment_.sent).items():
+                own.fill(name, places)
 
     def _exchange(self, numbers: list[int]) -> None:
         """Send and wait."""
@@ -357,10 +361,11 @@ class OuterOptimizer:
         return (fragment_ for fragment in self.fragments for fragment_ in fragment)
 
 
-def averaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that replicas train apart and average, in the model's order."""
-    named = model.named_parameters()
-    return {n: p for n, p in named if p.requires_grad and p.is_floating_point()}
+def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of the parameters that replicas train apart and average, in the model's
+    order."""
+    held, named = held_parameters(model), model.named_parameters()
+    return {n: held[n] for n, p in named if p.requires_grad and p.is_floating_point()}
 
 
 def _fill(source: StateSource, name: str, places: list[Slice]) -> None:
@@ -376,16 +381,16 @@ def outer_message(layout: RankLayout, what: str) -> Message:
 
     Packed, the shares go to their owners, and the mean of the own share to all.
     """
-    n, codec = layout.num_replicas, make_codec(layout.plan.codec)
+    (n, own), codec = layout.line("replicas"), make_codec(layout.plan.codec)
     buckets = _outer_buckets(layout)
     if codec is None:
-        return tree_message(what, buckets, blocks_by_rank(n, n), layout)
+        return tree_message(what, buckets, blocks_by_rank(n, n), layout, "replicas")
     num_bytes = 0
     for count, _ in buckets:
         cuts = share_bounds(count, codec.block, n)
-        first, last = (codec.num_bytes(cuts[layout.place.data + i]) for i in range(2))
+        first, last = (codec.num_bytes(cuts[own + i]) for i in range(2))
         num_bytes += codec.num_bytes(count) - (last - first) + (last - first) * (n - 1)
-    return Message(what, "data", "all-to-all, gather", 2 * len(buckets), num_bytes)
+    return Message(what, "replicas", "all-to-all, gather", 2 * len(buckets), num_bytes)
 
 
 def anchor_memory(layout: RankLayout) -> Amount:
@@ -397,7 +402,7 @@ def anchor_memory(layout: RankLayout) -> Amount:
         num_bytes += wide
     if layout.plan.codec != "none":
         words.append("what packing dropped")
-        num_bytes += wide + wide // layout.num_replicas
+        num_bytes += wide + wide // layout.num_apart
     return Amount(num_bytes, ", ".join(words))
 
 

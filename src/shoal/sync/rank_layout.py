@@ -120,8 +120,8 @@ class PlanFacts:
 
     @cached_property
     def norm_blocks(self) -> int:
-        """The blocks of the gradient norm, of all ranks."""
-        return sum(rank.counted_blocks() for rank in self.ranks)
+        """The blocks of the gradient norm, of all ranks of a replica; all replicas are alike."""
+        return sum(rank.counted_blocks() for rank in self.ranks) // self.ranks[0].num_apart
 
 
 @lru_cache(maxsize=64)
@@ -131,20 +131,41 @@ def _tree(num_rounds: int, num_replicas: int, num_terms: int = 1) -> list[list[B
 
 
 class RankLayout:
-    """One rank of a plan: its place, its rounds, its part of the model."""
+    """One rank of a plan: its place, its rounds, its part of the model. Of those of a replica that
+    makes local steps, its place and rounds are those within it."""
 
     def __init__(self, facts: PlanFacts, rank: int):
         self.facts, self.plan = facts, facts.plan
-        self.place = RankCoordinates.of(rank, facts.plan)
+        place = RankCoordinates.of(rank, facts.plan)
+        # A replica that makes local steps is a world of its own.
+        self.num_apart = self.plan.num_apart if self.plan.local_steps > 1 else 1
+        self.num_ranks = self.plan.num_ranks // self.num_apart
         size, num_replicas = self.plan.num_microbatches, self.num_replicas
-        self.num_rounds = self.plan.num_pieces // size
+        self.replica, data = divmod(place.data, num_replicas)
+        self.place = place._replace(data=data)
+        self.num_pieces = self.plan.num_pieces // self.num_apart
+        self.num_rounds = self.num_pieces // size
         self.rounds = share(self.place.data, num_replicas, self.num_rounds)
         self.tree = _tree(self.num_rounds, num_replicas)
         self.piece_tree = _tree(self.num_rounds, num_replicas, size)
 
     @property
     def num_replicas(self) -> int:
-        return self.plan.num_replicas
+        """The ranks of the data axis that make each step together."""
+        return self.plan.num_replicas // self.num_apart
+
+    def line(self, axis: str) -> tuple[int, int]:
+        """The number of ranks that an axis has here, and this rank's index."""
+        if axis == "replicas":
+            return self.num_apart, self.replica
+        if axis == "data":
+            return self.num_replicas, self.place.data
+        return (self.num_ranks if axis == "replica" else self.plan.num_ranks), self.place.rank
+
+    @property
+    def world(self) -> str:
+        """The axis of those that make each step together."""
+        return "world" if self.num_apart == 1 else "replica"
 
     @cached_property
     def stages(self) -> list[StageSpec]:

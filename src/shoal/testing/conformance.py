@@ -33,6 +33,7 @@ from shoal.parallel.apply import Survey
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
+from shoal.sync.local import LocalSGD
 from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
 from shoal.sync.state import MemorySource, ShardedState
 from shoal.sync.strategy import GlobalStep, LocalStep, Strategy
@@ -77,12 +78,14 @@ class Drive:
 
     def __init__(self, mesh: Mesh, factory: str, sizes: list[int], seed: int = 1):
         torch.manual_seed(seed)
-        self.mesh, self.sizes = mesh, sizes
+        self.sizes = sizes
         self.model = Network()
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1)
         self.seeds = PieceSeeds(self.model, seed=0)
         self.strategy: Strategy = import_function(factory)(len(sizes))
+        apart = isinstance(self.strategy, LocalSGD) and mesh.num_ranks > 1
+        self.mesh = mesh.with_replicas(mesh.num_ranks) if apart else mesh
         self.attach()
         self.losses: list[float] = []
 

@@ -123,9 +123,11 @@ def _join(
 
 
 def _share(trainer: "Trainer", leader: int) -> RankProgress:
-    """The leader's progress; and its loss scale, which some may have lowered for a lost step."""
+    """The leader's progress; and its loss scale, which some may have lowered for a lost step.
+    Out of lockstep each replica has its own."""
     own = msgspec.msgpack.encode(_Shared(trainer.progress, trainer.loss_scale.state))
     content = broadcast_bytes(trainer.mesh.data, leader, own)
     shared = msgspec.msgpack.decode(content, type=_Shared)
-    trainer.loss_scale.load(shared.loss_scale)
+    if trainer.strategy.in_lockstep or not trainer.progress.step:
+        trainer.loss_scale.load(shared.loss_scale)
     return shared.progress

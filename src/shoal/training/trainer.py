@@ -121,7 +121,7 @@ class Trainer:
     def _enter(self) -> None:
         if self.plan.saves_memory:
             give_back_freed_memory()
-        self.mesh = self.seat.form(Axes(self.plan.tensor, self.plan.pipeline), self._check())
+        self.mesh = self.seat.form(Axes.of(self.plan), self._check())
         self._follow_size(self.mesh)
         self.model.to(self.mesh.device)
         self.batches = make_batches(self.run, self.plan.num_pieces, self.mesh.device, ahead=True)
@@ -131,7 +131,7 @@ class Trainer:
         if self.plan.offload == "optimizer":
             offload_state(self.optimizer, self.mesh.device)
         self.spread = ParallelModel(
-            self.model, self.optimizer, self.plan, self.mesh, self.built.survey, call_model
+            self.model, self.optimizer, self.plan, self.mesh.own, self.built.survey, call_model
         )
         seeds = self.built.seeds
         seeds.use(self.mesh.device)

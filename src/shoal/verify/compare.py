@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shoal.comm.mesh import ranks_by_replica
 from shoal.errors import RecipeError
 from shoal.numerics.fragments import FragmentSchedule
 from shoal.numerics.precision import PrecisionSchedule
@@ -159,7 +160,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
         for step, snapshots in enumerate(reference.train(run, plan), start=1):
             paths = [step_path(directory, step, rank) for rank in range(plan.num_ranks)]
             steps = [StepRecord(_await(path)) for path in paths]
-            replicas = by_replica(steps, len(snapshots))
+            replicas = by_replica(steps, plan, len(snapshots))
             for ranks, own in zip(replicas, snapshots, strict=True):
                 StepComparison(verdict, plan, step, ranks).whole(own)
             if not verdict.complaint:
@@ -189,12 +190,12 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
     return verdict
 
 
-def by_replica(steps: Sequence[StepRecord], num_replicas: int) -> list[dict[int, StepRecord]]:
+def by_replica(
+    steps: Sequence[StepRecord], plan: Plan, num_replicas: int
+) -> list[dict[int, StepRecord]]:
     """For each replica of the reference, the steps of the ranks to compare with it."""
-    return [
-        {rank: step for rank, step in enumerate(steps) if rank % num_replicas == number}
-        for number in range(num_replicas)
-    ]
+    shape = plan.pipeline, num_replicas, plan.num_replicas // num_replicas, plan.tensor
+    return [{rank: steps[rank] for rank in ranks} for ranks in ranks_by_replica(shape)]
 
 
 class StepComparison:

@@ -53,10 +53,12 @@ def find_violation(
     num_model_ranks = plan.tensor * plan.pipeline
     for rank, step in enumerate(steps):
         held = step.num_held(list(shapes))
-        if plan.num_ranks > 1 and speaks not in (None, step.bytes_sent > 0):
+        # The ranks of a replica speak in every step.
+        heard = True if plan.is_loose and plan.num_ranks_apart > 1 else speaks
+        if plan.num_ranks > 1 and heard not in (None, step.bytes_sent > 0):
             return (
                 f"rank {rank} sent {step.bytes_sent} bytes in a step in which replicas "
-                f"{'agree' if speaks else 'work alone'}"
+                f"{'agree' if heard else 'work alone'}"
             )
         if plan.pipeline > 1 and not 0 < held < total:
             return f"rank {rank} of a pipeline holds {held} of {total} parameters"
@@ -71,7 +73,7 @@ def find_violation(
         if plan.zero:
             # Even shards, up to a block for each bucket, or a tensor that may not be cut.
             uneven = max(BLOCK * (1 + 4 * total // BUCKET_BYTES), largest)
-            most = SLACK * total / plan.num_replicas + uneven
+            most = SLACK * total / plan.num_within + uneven
             if num_model_ranks == 1 and step.num_stepped > most:
                 return (
                     f"rank {rank} steps on {step.num_stepped} of {total} parameters, where "
@@ -134,7 +136,7 @@ def _most_held(plan: Plan, shapes: Mapping[str, Sequence[int]], idle: Container[
     total = sum(math.prod(shape) for name, shape in shapes.items() if name not in idle)
     rows = sum(math.prod(shape[1:]) for shape in shapes.values())
     whole = sum(math.prod(shape) for name, shape in shapes.items() if name in idle)
-    return SLACK * total / plan.num_replicas + rows + whole
+    return SLACK * total / plan.num_within + rows + whole
 
 
 def _has_attention(names: Iterable[str]) -> bool:

@@ -68,7 +68,7 @@ def by_key(phases: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]]:
     """The replicas after each step; a single one if they agree on every step. `make` replaces
     `Replica`."""
-    num_replicas = plan.num_replicas if plan.local_steps > 1 else 1
+    num_replicas = plan.num_apart if plan.local_steps > 1 else 1
     shares = [share(r, num_replicas, plan.num_pieces) for r in range(num_replicas)]
     replicas = [(make or Replica)(run, plan, pieces) for pieces in shares]
     batches = make_batches(run, plan.num_pieces)

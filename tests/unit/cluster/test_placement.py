@@ -51,6 +51,12 @@ def test_ranks_stay_within_slots_and_near_their_replica(plan: Plan, slots: dict[
         break
 
 
+def test_a_replica_that_steps_apart_has_a_host_of_its_own() -> None:
+    plan = Plan.parse("data=4 pipeline=2 replicas=2 local_steps=4")
+    assert place(plan, {0: 4, 1: 4}) == (0, 0, 1, 1, 0, 0, 1, 1)
+    assert clear_text(Plan.parse("data=4 replicas=2 sync=server local_steps=2")) == "gradients"
+
+
 @given(plan=meshes, num_hosts=st.integers(1, 6))
 def test_alike_hosts_get_alike_shares(plan: Plan, num_hosts: int) -> None:
     found = place(plan, dict.fromkeys(range(num_hosts), 64))

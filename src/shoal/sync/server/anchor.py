@@ -6,15 +6,18 @@ it. The arithmetic is that of `sync/outer.py`, element for element.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.layout import Slice
+from shoal.parallel.layout import LocalLayout, Slice, slices_within
 from shoal.plans.plan import Plan
 from shoal.sync.outer import ANCHOR, MOMENTUM, OuterConfig, averaged_parameters
 from shoal.sync.state import ParameterRun, StateSource, TrainState
+
+if TYPE_CHECKING:
+    from shoal.parallel.apply import Survey
 
 _STATE = "momentum"  # of the optimizer
 
@@ -30,9 +33,9 @@ class Anchor(nn.Module):
         yield from self._named.items()
 
 
-def anchor_of(model: nn.Module) -> Anchor:
-    """The anchor of a model whose weights it shares."""
-    return Anchor({name: p.detach() for name, p in averaged_parameters(model).items() if p.numel()})
+def served_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Those that servers have an anchor of."""
+    return {name: p.detach() for name, p in averaged_parameters(model).items() if p.numel()}
 
 
 class OuterSGD(torch.optim.Optimizer):
@@ -66,10 +69,16 @@ class OuterSGD(torch.optim.Optimizer):
         p.copy_(p.to(wide) - mean * rate)
 
 
-def make_outer(model: nn.Module, plan: Plan) -> tuple[Anchor, OuterSGD]:
-    """What a server of local steps trains, and by what."""
-    anchor = anchor_of(model)
-    total = plan.num_replicas if plan.staleness_bound == 0 else 1  # terms of a sum
+def make_outer(
+    model: nn.Module, plan: Plan, survey: "Survey | None" = None, part: int = 0
+) -> tuple[Anchor, OuterSGD]:
+    """What a server of local steps trains, and by what: a part of the model, where the `survey`
+    has cut it."""
+    weights = served_weights(model)
+    if survey is not None:
+        weights = survey.held_at(plan, *divmod(part, plan.tensor), weights)
+    anchor = Anchor(weights)
+    total = plan.num_apart if plan.staleness_bound == 0 else 1  # terms of a sum
     return anchor, OuterSGD(anchor.parameters(), OuterConfig(*plan.outer_rates), total)
 
 
@@ -82,8 +91,10 @@ def outer_name(name: str) -> str:
 class OuterSource:
     """A checkpoint as servers of an anchor take it. A momentum that is missing is none."""
 
-    def __init__(self, source: StateSource, anchor: Anchor, rule: OuterConfig):
-        self._source = source
+    def __init__(
+        self, source: StateSource, anchor: Anchor, rule: OuterConfig, holding: LocalLayout
+    ):
+        self._source, self._holding = source, holding
         alike: dict[Tensor, ParameterRun] = {
             nn.Parameter(torch.empty_like(p, device="meta")): ParameterRun(name, p.shape)
             for name, p in anchor.named_parameters()
@@ -104,7 +115,9 @@ class OuterSource:
         return self._source.shape(self._found(name))
 
     def fill(self, name: str, places: Sequence[Slice]) -> None:
-        self._source.fill(self._found(name), places)
+        found = outer_name(name)
+        parameter = found.removeprefix(MOMENTUM).removeprefix("model.")
+        self._source.fill(self._found(name), slices_within(parameter, places, self._holding))
 
     def _found(self, name: str) -> str:
         anchor = ANCHOR + name.removeprefix("model.")

@@ -19,7 +19,7 @@ def layout_on_servers(layout: RankLayout) -> ServerLayout:
     """Where the servers of a plan hold what a worker trains."""
     sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in layout.trained]
     may_cut = layout.facts.is_element_wise or layout.plan.local_steps > 1
-    return make_layout(sizes, may_cut, layout.plan.num_servers)
+    return make_layout(sizes, may_cut, layout.plan.num_servers // layout.plan.num_parts)
 
 
 def pushed_blocks(layout: RankLayout) -> list[Block]:
@@ -32,8 +32,11 @@ def pushed_blocks(layout: RankLayout) -> list[Block]:
 
 def server_costs(facts: PlanFacts, server: int) -> StepCosts:
     """What one server steps on, holds and sends; with `copies`, also of those it has copies of."""
-    layout, own = layout_on_servers(facts.ranks[0]), _leaders(facts, server)
-    num_stepped, state = _stepped(facts, layout, own)
+    server, part = divmod(server, facts.plan.num_parts)
+    pipeline, tensor = divmod(part, facts.plan.tensor)
+    worker = facts.ranks[pipeline * facts.plan.num_replicas * facts.plan.tensor + tensor]
+    layout, own = layout_on_servers(worker), _leaders(facts, server)
+    num_stepped, state = _stepped(worker, layout, own)
     rows = 0  # of tables, in bytes
     for name, use in facts.tables.items():
         count = sum(rows_held(use, n, facts.plan.num_servers) for n in own)
@@ -80,9 +83,9 @@ def _leaders(facts: PlanFacts, server: int) -> list[int]:
     return [server, *leaders_of(server, facts.plan.num_servers, facts.plan.copies)]
 
 
-def _stepped(facts: PlanFacts, layout: ServerLayout, servers: Sequence[int]) -> tuple[int, int]:
+def _stepped(worker: RankLayout, layout: ServerLayout, servers: Sequence[int]) -> tuple[int, int]:
     """The elements of dense parameters that are stepped on, and the bytes of optimizer state."""
-    plan, trained, num_stepped, state = facts.plan, facts.ranks[0].trained, 0, 0
+    facts, plan, trained, num_stepped, state = worker.facts, worker.plan, worker.trained, 0, 0
     for segment in (s for n in servers for key in layout.held_by(n) for s in layout.segments(key)):
         p = trained[segment.parameter]
         num_stepped += segment.length
@@ -97,7 +100,7 @@ def _stepped(facts: PlanFacts, layout: ServerLayout, servers: Sequence[int]) -> 
 def _sent(facts: PlanFacts, layout: ServerLayout, server: int) -> list[Message]:
     """Parameters to who pulls them, rows to who looks them up, sums to copies."""
     plan, held = facts.plan, _bytes_of(layout, [server])
-    who, count = ("workers", plan.num_ranks) if plan.hosts == 1 else ("hosts", plan.hosts)
+    who, count = ("workers", plan.num_apart) if plan.hosts == 1 else ("hosts", plan.hosts)
     sent = [Message("parameters", who, "pull", count, count * held)]
     looked = sent_by_server(facts.tables, server, plan.num_servers)
     sent += [looked] if looked.count else []

@@ -13,23 +13,26 @@ With a deadline no replica waits for a late one, so each reports its own losses 
 buffers, as out of lockstep; the server that closes rounds counts samples.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import msgspec
+import torch
 from torch import Tensor
 
 from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
-from shoal.data.ledger import add_marks
 from shoal.logs import warn_once
 from shoal.parallel.layout import Slice
 from shoal.sync.averaging import StagedAverage
-from shoal.sync.costs import StepCosts
-from shoal.sync.local import LocalSGD, mean_message, replica_memory, window_message
+from shoal.sync.costs import Message, StepCosts
+from shoal.sync.local import LocalSGD, mean_message, window_costs, window_message
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.replicas import REPLICAS, replica_name
+from shoal.sync.server.anchor import served_weights
 from shoal.sync.server.outer_client import OuterClient, push_message, pushed_memory
 from shoal.sync.state import ShardedState, StateSource
-from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink
+from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink, Strategy
 
 
 class LocalServerStrategy(LocalSGD):
@@ -37,8 +40,14 @@ class LocalServerStrategy(LocalSGD):
 
     late_mark: int | None = None
 
-    def __init__(self, num_pieces: int, outer_client: OuterClient, exact: bool = True):
-        super().__init__(num_pieces, outer_client.timetable, exact)
+    def __init__(
+        self,
+        num_pieces: int,
+        outer_client: OuterClient,
+        make_inner: Callable[[int], Strategy],
+        checks: bool = False,
+    ):
+        super().__init__(num_pieces, outer_client.timetable, make_inner, checks=checks)
         self.outer_client = outer_client
         self._meets = outer_client.bound == 0 and not outer_client.closes_early
         self._num_samples = self._pending_samples = (
@@ -47,9 +56,18 @@ class LocalServerStrategy(LocalSGD):
         self._joined_round = True  # the last round
 
     def _join_group(self, mesh: Mesh) -> None:
-        self.outer_client.open(self.model, mesh)
-        window = self.outer_client.newcomer_step()
+        self._alike, self._weights = mesh.own.data, served_weights(self.model)
+        if self._speaks:
+            self.outer_client.open(self._weights, mesh, self.holding)
+        window = self.outer_client.newcomer_step() if self._speaks else 0
+        if self._alike.num_ranks > 1:
+            window = int(self._alike.all_gather_numbers([window])[0][0])
         self._seat_step = self.outer_client.last_step_before(window)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank speaks with servers: one of those that hold the same of a replica."""
+        return self._alike.rank == 0
 
     def detach(self) -> None:
         super().detach()
@@ -93,7 +111,8 @@ class LocalServerStrategy(LocalSGD):
 
     def wait_for_parameters(self) -> None:
         """Wait for the anchor of the window that is due."""
-        self.outer_client.wait_for_turn()
+        if self._speaks:
+            self.outer_client.wait_for_turn()
 
     @property
     def is_ending(self) -> bool:
@@ -104,6 +123,8 @@ class LocalServerStrategy(LocalSGD):
         return self._meets and super().is_alike
 
     def agreed_tensors(self) -> list[tuple[Tensor, tuple[str, ...]]]:
+        if not self._speaks:
+            return []
         anchor = self.outer_client.anchor
         return [(p, ("outer", "anchor", name)) for name, p in anchor.named_parameters()]
 
@@ -111,24 +132,25 @@ class LocalServerStrategy(LocalSGD):
         step = self.step + 1
         if self._meets:
             return super().exchange(local, want_norm)
-        own = self.inner.exchange(local, want_norm)._replace(num_samples=None, mark=None)
-        self._mark = add_marks((self._marked, local.mark))
+        own = self._exchange_within(local, want_norm)._replace(mark=None)
         self._pending_samples = self._num_samples + local.num_samples
         asked = NO_REQUESTS
-        if self.timetable.ends_window(step):
+        if self.timetable.ends_window(step) and not (self.checks and not self._is_finite(own)):
             asked = self.outer_client.requests_after(step, local.asked)
-        return own._replace(busy_s=[local.busy_s] * self.group.num_ranks, asked=asked)
+        return own._replace(asked=asked)
 
     @staticmethod
     def costs(layout: RankLayout) -> StepCosts:
         """Of a window. Where replicas do not wait for each other, they tell each other nothing."""
         times = f"once in {layout.plan.local_steps} steps"
-        memory = replica_memory(layout, pushed_memory(layout))
+        kept = pushed_memory(layout)
         pushed = push_message(layout, f"outer gradients, {times}")
+        if layout.place.data:
+            pushed = msgspec.structs.replace(pushed, count=0, num_bytes=0)
         if not layout.plan.waits_for_all:
-            return StepCosts(layout.num_trained, memory, [pushed])
-        sums = [pushed, mean_message(layout, f"buffers, {times}")]
-        return StepCosts(layout.num_trained, memory, sums, [window_message(layout)])
+            return window_costs(layout, kept, [pushed], [])
+        sums = [pushed, _spread_message(layout), mean_message(layout, f"buffers, {times}")]
+        return window_costs(layout, kept, sums, [window_message(layout)])
 
     def state_dict(self) -> ShardedState:
         state = self.inner.state_dict()
@@ -140,19 +162,33 @@ class LocalServerStrategy(LocalSGD):
         if not self._meets and self.group.rank:  # buffers differ: those of rank 0 are kept
             for name in self._untrained():
                 tensors.pop(name, None)
-        tensors |= self.outer_client.outer_state(own)
+        if self._speaks:
+            tensors |= self.outer_client.outer_state(own)
         return ShardedState(tensors, state.plain | {REPLICAS: self.group.num_ranks})
 
     def _agree(self, step: int, ends: bool) -> None:
         if not ends:
             return
         if self._meets and self._seat_step < step:  # a server misses some of this window's pushes
-            if self._gathered_in is not self.group:
+            if self._gathered_in is not self.world:
                 self._gather_numbers()  # some replicas, and a newcomer, do not have them yet
             self._means = StagedAverage(self.group, list(self.model.buffers()))
-        self._joined_round = self.outer_client.agree(step, self._pending_samples, self._mark)
+        if self._speaks:
+            self._joined_round = self.outer_client.agree(step, self._pending_samples, self._mark)
+        self._spread_weights()
         if self.outer_client.closes_early:
             self._record_round()
+
+    @torch.no_grad()
+    def _spread_weights(self) -> None:
+        """To the ranks that hold the same, from the one that has heard them."""
+        weights = self._weights.values() if self._alike.num_ranks > 1 else ()
+        for dtype in dict.fromkeys(p.dtype for p in weights):
+            alike = [p for p in weights if p.dtype == dtype]
+            flat = torch.cat([p.reshape(-1) for p in alike])
+            self._alike.broadcast(flat, 0)
+            for p, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
+                p.copy_(part.view(p.shape))
 
     def _record_round(self) -> None:
         joined = self.outer_client.last_round
@@ -183,10 +219,19 @@ class LocalServerStrategy(LocalSGD):
         self.outer_client.begin_after(step)
 
     def _load_agreed(self, own: StateSource, mean: StateSource, step: int) -> int:
-        self.outer_client.load_outer(own, mean, step)
+        if self._speaks:
+            self.outer_client.load_outer(own, mean, step)
         self._num_samples = 0
         return step
 
     def _untrained(self) -> dict[str, list[Slice]]:
-        served = {f"model.{name}" for name, _ in self.outer_client.anchor.named_parameters()}
+        served = {f"model.{name}" for name in self._weights}
         return {name: p for name, p in super()._untrained().items() if name not in served}
+
+
+def _spread_message(layout: RankLayout) -> Message:
+    """The weights of a window, to the ranks of a replica that hold the same."""
+    others = layout.num_replicas - 1 if not layout.place.data else 0
+    sizes = [p.num_bytes for p in layout.trained if p.dtype.is_floating_point]
+    kinds = {p.dtype for p in layout.trained if p.dtype.is_floating_point}
+    return Message("weights", "data", "broadcast", len(kinds) * bool(others), others * sum(sizes))

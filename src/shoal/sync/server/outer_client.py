@@ -15,21 +15,21 @@ Cost: per worker and window the packed weights' bytes out and the weights' in; i
 anchor, the row that is pushed and, with a codec, what is not sent yet. Read next: `local.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.compression import encode_with_residual, zero_ranges
 from shoal.comm.mesh import Mesh, RankRequests
 from shoal.faults import faultpoint
 from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule
-from shoal.parallel.layout import Slice, whole_slice
+from shoal.parallel.layout import LocalLayout, Slice, slices_within, whole_slice
 from shoal.sync.costs import Amount, Message
-from shoal.sync.outer import RESIDUAL, OuterConfig, wide_bytes
+from shoal.sync.outer import MOMENTUM, RESIDUAL, OuterConfig, wide_bytes
 from shoal.sync.rank_layout import RankLayout
-from shoal.sync.server.anchor import Anchor, OuterSGD, OuterSource, anchor_of, outer_name
+from shoal.sync.server.anchor import Anchor, OuterSGD, OuterSource, outer_name
 from shoal.sync.server.costs import layout_on_servers
 from shoal.sync.server.messages import CheckRows, JoinRound, Push, RoundClosed
 from shoal.sync.server.shard import ChangedSettings
@@ -64,18 +64,18 @@ class OuterClient(ServerStrategy):
             ),
         )
 
-    def open(self, model: nn.Module, mesh: Mesh) -> None:
-        """`attach`, with the anchor of a model."""
+    def open(self, weights: Mapping[str, Tensor], mesh: Mesh, holding: LocalLayout) -> None:
+        """`attach`, with the anchor of these weights: what this rank holds of the model, of which
+        some of the servers have the anchor."""
+        self.outer_holding = holding
         if not hasattr(self, "anchor"):
-            shared = anchor_of(model)
-            self.weights: list[Tensor] = [p.detach() for p in shared.parameters()]
-            own = {n: p.detach().clone() for n, p in shared.named_parameters()}
-            self.anchor = Anchor(own)
+            self.weights = [*weights.values()]
+            self.anchor = Anchor({name: p.clone() for name, p in weights.items()})
             self.optimizer = OuterSGD(self.anchor.parameters(), self.rule)
             # Out of lockstep a fast replica's last window, a short one, comes before others' long.
             self._settings = ChangedSettings(self.optimizer, always=("lr", "momentum"))
-        self.num_pieces = mesh.data.num_ranks
-        self.attach(self.anchor, self.optimizer, mesh)
+        self.num_pieces = mesh.peers.num_ranks
+        self.attach(self.anchor, self.optimizer, _line_of(mesh))
 
     def window_of(self, step: int) -> int:
         """The window that a step belongs to. Steps count from 1, windows from 0."""
@@ -156,7 +156,11 @@ class OuterClient(ServerStrategy):
     def outer_state(self, own: str) -> dict[str, list[Slice]]:
         """What servers hold beside the anchor, and what was not sent yet, with `own` before it."""
         fetched = self._served.fetch().tensors
-        found = {outer_name(n): parts for n, parts in fetched.items() if n[:6] != "model."}
+        served = {outer_name(n): parts for n, parts in fetched.items() if n[:6] != "model."}
+        found = {
+            name: slices_within(name.removeprefix(MOMENTUM), parts, self.outer_holding)
+            for name, parts in served.items()
+        }
         for (name, p), flat in zip(self.named, self._residuals(), strict=True):
             if self.rule.codec is not None:
                 found[own + RESIDUAL + name] = [whole_slice(flat.view(p.shape))]
@@ -165,7 +169,7 @@ class OuterClient(ServerStrategy):
     @torch.no_grad()
     def load_outer(self, own: StateSource, mean: StateSource, step: int) -> None:
         """Take over the state after `step`: `own` is this replica's, `mean` that over all."""
-        source = OuterSource(mean, self.anchor, self.rule)
+        source = OuterSource(mean, self.anchor, self.rule, self.outer_holding)
         self.load_state_dict(source, self.window_of(step + 1))
         flats = self._residuals()
         for (name, p), flat in zip(self.named, flats, strict=True):
@@ -232,6 +236,16 @@ class OuterClient(ServerStrategy):
             for s in segments:
                 made[number][s.place : s.place + s.length] = flats[s.parameter][s.start : s.stop]
         return made
+
+
+def _line_of(mesh: Mesh) -> Mesh:
+    """This rank and its peers, with the servers of the part of the model that they hold."""
+    assert mesh.servers is not None
+    part = mesh.tensor.rank + mesh.tensor.num_ranks * mesh.pipeline.rank
+    num_parts = mesh.tensor.num_ranks * mesh.pipeline.num_ranks
+    servers = mesh.servers._replace(addresses=mesh.servers.addresses[part::num_parts])
+    sizes = tuple(s._replace(num_servers=s.num_servers // num_parts) for s in mesh.sizes)
+    return mesh._replace(data=mesh.peers, servers=servers, sizes=sizes)
 
 
 def _wide(p: Tensor) -> torch.dtype:
