@@ -16,7 +16,7 @@ UNLIKE = str(Path(__file__).with_name("unlike.py"))
 # Each with the recipe that meets it in the quick suite.
 SAME = {
     "data=4 replicas=2 local_steps=3 outer=nesterov:0.5:0.8 codec=int8": f"{UNLIKE}:noisy",
-    "data=2 pipeline=2 local_steps=3": f"{ZOO}:lstm",
+    "data=2 pipeline=2 local_steps=3 outer=nesterov codec=int8": f"{ZOO}:lstm",
     "data=4 zero=1 replicas=2 local_steps=2 outer=nesterov": f"{UNLIKE}:tied",
     "data=2 local_steps=3 precision=fp16": f"{UNLIKE}:loud",
     "data=4 zero=2 replicas=2 sync=server local_steps=3 outer=nesterov": f"{UNLIKE}:noisy",

@@ -20,7 +20,7 @@ from shoal.cost.first_step import messages_of_phases, run_first_step
 from shoal.cost.lookups import count_lookups
 from shoal.cost.model_facts import optimizer_state_of
 from shoal.cost.tensor import TensorCuts, TensorTraffic, count_tensor_traffic, cuts_of
-from shoal.cost.traffic import holders_of, mesh_messages
+from shoal.cost.traffic import mesh_messages
 from shoal.formatting import plural
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.optimizers import is_element_wise
@@ -143,7 +143,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         tied=[
             TiedParameter(name, holders, count * size)
             for name, (count, size) in sizes.items()
-            if len(holders := holders_of(name, facts)) > 1
+            if len(holders := [*facts.ranks[0].pipeline_ranks(name)]) > 1
         ],
         bubble=bubble_of(plan, _splits(found)) if found else None,
         cuts=cuts_of(tensor, facts, moves, total) if tensor else None,

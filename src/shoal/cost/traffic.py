@@ -8,23 +8,13 @@ from collections.abc import Mapping
 
 from shoal.comm.collectives import bytes_of_all_reduce
 from shoal.cost.tensor import TensorTraffic
-from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.sync.costs import Message
-from shoal.sync.rank_layout import PlanFacts, RankLayout
+from shoal.sync.rank_layout import RankLayout
 
 
 def mesh_messages(layout: RankLayout, moves: Mapping[int, TensorTraffic]) -> list[Message]:
     """What a rank sends to other parts of its replica; `moves` are the tensor axis's, by stage."""
     return [*_pipeline(layout), *_tensor(layout, moves)]
-
-
-def holders_of(name: str, facts: PlanFacts) -> list[int]:
-    """The pipeline ranks that hold a parameter."""
-    found, plan = facts.survey.stages, facts.plan
-    if found is None:
-        return [0]
-    users = found.holders[name]
-    return sorted({rank_of_stage(s, plan.pipeline, plan.schedule) for s in users})
 
 
 def _pipeline(layout: RankLayout) -> list[Message]:
@@ -49,7 +39,7 @@ def _pipeline(layout: RankLayout) -> list[Message]:
     ]
     count = num_bytes = 0
     for p in layout.trained:
-        holders = holders_of(p.name, layout.facts)
+        holders = layout.pipeline_ranks(p.name)
         if len(holders) > 1:
             rounds = times // layout.plan.num_microbatches
             count += rounds

@@ -16,8 +16,7 @@ schedules. Its rules:
   failure before that leaves the old size, one after it the new size;
 - a lost host takes its members with it for good: a number is never given again. Where others hold
   what they held, their seats are dropped, or move to hosts with room, and the rest go on; else all
-  are ended and begin again from the newest checkpoint, with as many ranks as the hosts have room
-  for, or once another host came;
+  are ended and begin again from the newest checkpoint, once hosts have room for as many as can;
 - a run that is smaller than was asked for grows when a host comes.
 
 Read next: `places.py`, `actions.py`; `supervisor.py` carries them out.
@@ -373,6 +372,7 @@ class Membership:
         """Without copies the others' state is of no use: all restart from a checkpoint."""
         if self.recovers:
             return []
+        self.restarts += 1
         doomed = [n for n in self.seats if n in self._arrived and not self.members[n].suspected]
         for number in doomed:
             self.members[number].suspected = f"was ended, since {why}"

@@ -132,8 +132,8 @@ class LossScale:
     """The factor of the loss before backward; gradients are divided by it in the update.
 
     Every rank of a replica sees the same overflows, since the finite flag is agreed, so all hold
-    the same scale without exchanging it. Call `good_step` after each committed step and `overflow` when
-    the agreed gradients are not finite; the batch is then repeated.
+    the same scale without exchanging it. Call `good_step` after each committed step and `overflow`
+    when the agreed gradients are not finite; the batch is then repeated.
     """
 
     FIRST = 2.0**16

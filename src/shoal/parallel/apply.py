@@ -184,7 +184,9 @@ class ParallelModel:
         theirs = {name for s in stages.stages for name in s.buffers}
         absent = (theirs - ours) | {n for n, _ in self.model.named_parameters()} - self.owned
         self.holding = self.holding._replace(
-            elsewhere=frozenset(elsewhere), absent=frozenset(absent)
+            elsewhere=frozenset(elsewhere),
+            absent=frozenset(absent),
+            holders={n: tuple(ranks) for n, ranks in self.holders.items() if len(ranks) > 1},
         )
         drop_unowned(self.model, self.owned)
 

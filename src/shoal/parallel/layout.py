@@ -79,6 +79,7 @@ class LocalLayout(NamedTuple):
     num_ranks: int = 1
     elsewhere: frozenset[str] = frozenset()  # held here, counted by an earlier pipeline rank
     absent: frozenset[str] = frozenset()  # stand here for another pipeline rank's
+    holders: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of tied ones: pipeline ranks
 
     def counts(self, name: str) -> bool:
         """Whether this rank is the one to count a parameter in sums over the whole model."""

@@ -223,6 +223,11 @@ def _refuse_served_meshes(plan: "Plan") -> None:
             "zero=3 does not go with sync=server: its ranks hold shards, and servers have whole "
             "parameters of a rank. Use zero=2, or leave sync=server out."
         )
+    if plan.codec != "none" and cut > 1:
+        raise PlanError(
+            f"{about} sync=server and codec={plan.codec} yet: servers of each part pack by keys of "
+            "their own. Leave codec or sync=server out."
+        )
     if plan.servers % cut:
         raise PlanError(
             f"servers={plan.servers} cannot be shared out to tensor={plan.tensor} x pipeline="
@@ -318,15 +323,20 @@ def fits_schedule(schedule: str, num_ranks: int, num_microbatches: int) -> bool:
 def _refuse_local_steps(plan: "Plan") -> None:
     if plan.local_steps == 1:
         return
-    for key in ("fragments", "codec"):
-        shares = plan.tensor * plan.pipeline > 1 or plan.zero == 3
-        if shares and getattr(plan, key) not in (1, "none"):
-            raise PlanError(
-                f"{key}={getattr(plan, key)} does not go with local_steps={plan.local_steps} of "
-                "replicas whose ranks hold parts of the model yet: what is packed or sent together "
-                "would depend on where the model was cut. Leave out one of "
-                f"{key}, tensor, pipeline and zero=3."
-            )
+    parts = {"tensor": plan.tensor > 1, "zero": plan.zero == 3, "pipeline": plan.pipeline > 1}
+    cut = next((key for key, is_cut in parts.items() if is_cut), "")
+    if cut and plan.fragments > 1:
+        raise PlanError(
+            f"fragments={plan.fragments} does not go with {cut}={getattr(plan, cut)} yet: each "
+            "rank would make fragments of its own part. Leave one of them out."
+        )
+    if cut in ("tensor", "zero") and plan.codec != "none":
+        raise PlanError(
+            f"codec={plan.codec} does not go with {cut}={getattr(plan, cut)} and local_steps="
+            f"{plan.local_steps} yet: a replica's ranks sum in an order of their own, which "
+            "rounding to few bits makes large, so shoal verify could not prove it. Leave one of "
+            "them out, or cut with pipeline."
+        )
     if plan.fragments > plan.local_steps:
         raise PlanError(
             f"fragments={plan.fragments} does not go with local_steps={plan.local_steps}. Each "

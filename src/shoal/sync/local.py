@@ -42,7 +42,7 @@ from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices_of
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.averaging import StagedAverage
+from shoal.sync.averaging import StagedAverage, average_messages
 from shoal.sync.costs import (
     DOUBLE,
     SINGLE,
@@ -51,14 +51,13 @@ from shoal.sync.costs import (
     StepCosts,
     added_up,
     all_reduce_message,
-    tree_message,
 )
 from shoal.sync.fsdp import FullySharded
 from shoal.sync.named_parts import PartSums, gather_parts
-from shoal.sync.outer import OuterConfig, OuterOptimizer, anchor_memory, outer_message
+from shoal.sync.outer import OuterConfig, OuterOptimizer, anchor_memory, outer_messages
 from shoal.sync.rank_layout import LocalParameter, RankLayout
 from shoal.sync.replicas import REPLICAS, MergedReplicas, replica_name
-from shoal.sync.rounds import AttachedModel, blocks_by_rank
+from shoal.sync.rounds import AttachedModel
 from shoal.sync.state import ShardedState, StateSource
 from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink, Strategy
 from shoal.sync.zero import ZeroSharded
@@ -135,6 +134,8 @@ class LocalSGD:
         # The first rank of each replica, which tells for all of it.
         width = mesh.own.data.num_ranks * mesh.tensor.num_ranks
         self._firsts = range(0, self.group.num_ranks * width, width)
+        # Those that hold the same of this replica: under ZeRO 3 each has its own shards.
+        self._alike = Group() if holding.within else mesh.own.data
         self._join_group(mesh)
 
     def detach(self) -> None:
@@ -209,13 +210,13 @@ class LocalSGD:
             told.append(all_reduce_message("that all have it", "world", [size], layout))
         if plan.has_anchor:
             sums = [
-                outer_message(layout, f"outer gradients, {times}"),
-                mean_message(layout, f"buffers, {times}"),
+                *outer_messages(layout, f"outer gradients, {times}"),
+                *mean_messages(layout, f"buffers, {times}"),
             ]
             return window_costs(layout, anchor_memory(layout), sums, told)
         weights = [p for p in layout.parameters if p.dtype.is_floating_point]
         kept = Amount(sum(p.num_bytes for p in weights), "the weights of the last agreement")
-        sums = [mean_message(layout, f"weights, {times}", weights)]
+        sums = mean_messages(layout, f"weights, {times}", weights)
         return window_costs(layout, kept, sums, told)
 
     def state_dict(self) -> ShardedState:
@@ -279,7 +280,7 @@ class LocalSGD:
     def _join_group(self, mesh: Mesh) -> None:
         """Learn what was agreed on last. Every rank must reach this."""
         if self.outer is not None:
-            self.outer.attach(self.model, self.group, self.holding)
+            self.outer.attach(self.model, (self.group, self._alike), self.holding)
         elif not self._agreed_weights:
             self._agreed_weights = self._copy_weights()
         self._seat_step = int(max(row[0] for row in self.world.all_gather_numbers([self.agreed])))
@@ -296,7 +297,7 @@ class LocalSGD:
             faultpoint("local.bringing", step)
             self._averaged = {} if self.outer is not None else self._held_weights()
             tensors = [*self._averaged.values(), *self.model.buffers()]
-            self._means = StagedAverage(self.group, tensors)
+            self._means = StagedAverage(self.group, tensors, self._alike)
             if self.timetable.num_fragments == 1:
                 faultpoint("local.brought", step)
                 # A rank that gets all of them knows that all have the average.
@@ -402,15 +403,15 @@ def _combine_requests(flags: Sequence[int]) -> RankRequests:
     )
 
 
-def mean_message(
+def mean_messages(
     layout: RankLayout, what: str, parameters: Iterable[LocalParameter] = ()
-) -> Message:
+) -> list[Message]:
     """Buffers that are averaged where a window ends, and some parameters with them."""
-    n, kinds = layout.num_apart, {SINGLE: layout.facts.averaged_buffers}
+    kinds = {SINGLE: layout.facts.averaged_buffers}
     for p in parameters:
         kinds[p.dtype.itemsize] = kinds.get(p.dtype.itemsize, 0) + p.num_elements
     rows = [(count, size) for size, count in kinds.items() if count]
-    return tree_message(what, rows, blocks_by_rank(n, n), layout, "replicas")
+    return average_messages(layout, what, rows)
 
 
 def window_message(layout: RankLayout) -> Message:

@@ -31,7 +31,8 @@ from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule, split_fragments
 from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.layout import LocalLayout, Slice, slices_of, slices_of_run
-from shoal.sync.costs import Amount, Message, tree_message
+from shoal.sync.averaging import Stripes, average_messages, gather_message, own_stripe
+from shoal.sync.costs import Amount, Message
 from shoal.sync.rank_layout import LocalParameter, RankLayout
 from shoal.sync.rounds import blocks_by_rank
 from shoal.sync.state import StateSource
@@ -57,30 +58,42 @@ class FlatFragment:
     """
 
     def __init__(
-        self, named: Mapping[str, Tensor], rule: OuterConfig, group: Group, holding: LocalLayout
+        self,
+        named: Mapping[str, Tensor],
+        rule: OuterConfig,
+        peers: tuple[Group, Group],
+        holding: LocalLayout,
     ):
+        """`peers` are those in other replicas, and in this one those that hold the same."""
         self.named, self.rule, self._holding = named, rule, holding
         self.anchor = self.weights()
         self.dtype = torch.promote_types(self.anchor.dtype, torch.float32)  # of the arithmetic
         self.momentum = self._zeros() if rule.momentum else None
-        self.residual = self._zeros() if rule.codec else None  # not sent yet of the own
+        self.residual: Tensor | None = None  # not sent yet of the own stripe
         self.owed: Tensor | None = None  # not sent yet of this rank's share of the mean
-        self.share: range | None = None
+        self.stripe = self.share = range(0)
         self.sent: Tensor | None = None  # the weights, while they are under way
         self._reduction: CompressedSum | Reduction | None = None
         self._is_folded = False
         self._mean: Tensor | None = None  # that came, and does not count yet
         self._dropped: tuple[Tensor, Tensor] | None = None  # by its packing: of the own, of it
-        self.join_group(group)
+        self.join_group(*peers)
 
-    def join_group(self, group: Group) -> None:
+    def join_group(self, group: Group, alike: Group) -> None:
         """Take the place in a group."""
-        self.group = group
-        if self.rule.codec is None:
+        self.group, codec = group, self.rule.codec
+        block = 1 if codec is None else codec.block
+        alike = alike if group.num_ranks > 1 else Group()  # alone there is nothing to bring
+        self._stripes = Stripes.of(self.anchor.numel(), alike, block)
+        stripe, self.stripe = self.stripe, self._stripes.own
+        if codec is None:
             return
-        cuts = share_bounds(self.anchor.numel(), self.rule.codec.block, group.num_ranks)
-        self._cuts, share = cuts, range(cuts[group.rank], cuts[group.rank + 1])
-        if self.share != share:
+        if self.residual is None or stripe != self.stripe:
+            self.residual = self.anchor.new_zeros(len(self.stripe), dtype=self.dtype)
+        cuts = share_bounds(len(self.stripe), block, group.num_ranks)
+        self._cuts, first = cuts, self.stripe.start
+        share = range(first + cuts[group.rank], first + cuts[group.rank + 1])
+        if self.owed is None or self.share != share:
             self.share, self.owed = share, self.anchor.new_zeros(len(share), dtype=self.dtype)
 
     def weights(self) -> Tensor:
@@ -90,7 +103,8 @@ class FlatFragment:
         """Send the outer gradient, or send it again."""
         if self.sent is None:
             self.sent = self.weights()
-        gradient = self.anchor.to(self.dtype) - self.sent
+        own = slice(self.stripe.start, self.stripe.stop)
+        gradient = self.anchor[own].to(self.dtype) - self.sent[own]
         if self.rule.codec is None:
             blocks = blocks_by_rank(self.group.num_ranks, self.group.num_ranks)
             self._reduction = TreeReduce(self.group, blocks).start([gradient])
@@ -118,13 +132,14 @@ class FlatFragment:
         """Receive the mean, staged until `apply`."""
         self.fold()
         assert self._reduction is not None
-        self._mean = self._reduction.finish().to(self.dtype)
+        mean = self._reduction.finish().to(self.dtype)
         if isinstance(self._reduction, CompressedSum):
             residual, owed = self._reduction.residual, self._reduction.sum_residual
             assert residual is not None and owed is not None
             self._dropped = residual, owed
         else:
-            self._mean.div_(self.group.num_ranks)
+            mean.div_(self.group.num_ranks)
+        self._mean = self._stripes.gather(mean)
         self._reduction = None
 
     def apply(self, rule: OuterConfig, keep_progress: bool) -> None:
@@ -167,16 +182,17 @@ class FlatFragment:
         parts = {} if flat is None else self.parts(flat)
         return {kind + n: slices_of(n, part, self._holding) for n, part in parts.items()}
 
-    def owed_parts(self) -> Iterator[tuple[str, list[Slice]]]:
-        """Of this rank's share, what lies in each parameter."""
-        assert self.owed is not None and self.share is not None
-        starts = [0, *accumulate(p.numel() for p in self.named.values())]
-        for (name, p), start in zip(self.named.items(), starts, strict=False):
-            first = max(start, self.share.start)
-            last = min(start + p.numel(), self.share.stop)
-            if first < last:
-                own = self.owed[first - self.share.start : last - self.share.start]
-                yield name, slices_of_run(name, p.shape, first - start, own, self._holding)
+    def unsent_parts(self, of_own: str) -> Iterator[tuple[str, list[Slice]]]:
+        """What is not sent yet, of the own stripe and of this rank's share of the mean."""
+        kinds = (of_own + RESIDUAL, self.residual, self.stripe), (OWED, self.owed, self.share)
+        for kind, flat, run in kinds:
+            starts = [0, *accumulate(p.numel() for p in self.named.values())]
+            for (name, p), start in zip(self.named.items(), starts, strict=False):
+                first, last = max(start, run.start), min(start + p.numel(), run.stop)
+                if flat is not None and first < last:
+                    own = flat[first - run.start : last - run.start]
+                    parts = slices_of_run(name, p.shape, first - start, own, self._holding)
+                    yield kind + name, parts
 
     def _zeros(self) -> Tensor:
         return torch.zeros_like(self.anchor, dtype=self.dtype)
@@ -191,21 +207,22 @@ class OuterOptimizer:
         self._in_flight: tuple[int, int] | None = None  # a fragment, and when it was sent
         self._is_at_anchor = True  # whether weights and anchors are the same
 
-    def attach(self, model: nn.Module, group: Group, holding: LocalLayout) -> None:
+    def attach(self, model: nn.Module, peers: tuple[Group, Group], holding: LocalLayout) -> None:
         if self.fragments:
             for fragment_ in self._flat_fragments():
-                fragment_.join_group(group)
+                fragment_.join_group(*peers)
             return
         named = averaged_parameters(model)
         sizes = [p.nbytes for p in named.values()]
         for run in split_fragments(sizes, self.timetable.num_fragments):
             names = list(named)[run.start : run.stop]
-            kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+            kinds: dict[object, dict[str, Tensor]] = {}
             for name in names:
-                p = named[name]
-                kinds.setdefault((p.dtype, p.device), {})[name] = p
+                # What several stages hold is packed alike by all of them.
+                p, holders = named[name], holding.holders.get(name)
+                kinds.setdefault((p.dtype, p.device, holders), {})[name] = p
             self.fragments.append(
-                [FlatFragment(own, self.rule, group, holding) for own in kinds.values()]
+                [FlatFragment(own, self.rule, peers, holding) for own in kinds.values()]
             )
 
     def detach(self) -> None:
@@ -288,13 +305,12 @@ class OuterOptimizer:
         are left out."""
         found: dict[str, list[Slice]] = {}
         for fragment_ in self._flat_fragments():
-            kinds = {MOMENTUM: fragment_.momentum, of_own + RESIDUAL: fragment_.residual}
+            kinds = {MOMENTUM: fragment_.momentum}
             kinds |= {ANCHOR: None if self._is_at_anchor else fragment_.anchor}
             kinds |= {of_own + SENT: fragment_.sent}
             for kind, flat in kinds.items():
                 found |= fragment_.slices(kind, flat)
-            if fragment_.owed is not None:
-                found |= {OWED + name: places for name, places in fragment_.owed_parts()}
+            found |= dict(fragment_.unsent_parts(of_own))
         return found
 
     @torch.no_grad()
@@ -312,15 +328,13 @@ class OuterOptimizer:
                 source, kind = (own, ANCHOR) if is_kept else (mean, "model.")
                 source.fill(kind + name, places)
             self._is_at_anchor &= torch.equal(fragment_.anchor, fragment_.weights())
-            for kind, flat in ((MOMENTUM, fragment_.momentum), (RESIDUAL, fragment_.residual)):
+            for flat in (fragment_.momentum, fragment_.residual, fragment_.owed):
                 if flat is not None:
                     flat.zero_()
-                    for name, places in fragment_.slices(kind, flat).items():
-                        _fill(own, name, places)
-            if fragment_.owed is not None:
-                fragment_.owed.zero_()
-                for name, places in fragment_.owed_parts():
-                    _fill(own, OWED + name, places)
+            shared = fragment_.slices(MOMENTUM, fragment_.momentum).items()
+            for name, places in (*shared, *fragment_.unsent_parts("")):
+                if name in own:
+                    own.fill(name, places)
         self._in_flight = self.timetable.in_flight(step)
         if self._in_flight is not None:
             self._load_sent(own, self.fragments[self._in_flight[0]])
@@ -368,15 +382,10 @@ def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {n: held[n] for n, p in named if p.requires_grad and p.is_floating_point()}
 
 
-def _fill(source: StateSource, name: str, places: list[Slice]) -> None:
-    if name in source:
-        source.fill(name, places)
-
-
 # ---- costs
 
 
-def outer_message(layout: RankLayout, what: str) -> Message:
+def outer_messages(layout: RankLayout, what: str) -> list[Message]:
     """The outer gradients of all fragments, each of which is sent in another step.
 
     Packed, the shares go to their owners, and the mean of the own share to all.
@@ -384,13 +393,15 @@ def outer_message(layout: RankLayout, what: str) -> Message:
     (n, own), codec = layout.line("replicas"), make_codec(layout.plan.codec)
     buckets = _outer_buckets(layout)
     if codec is None:
-        return tree_message(what, buckets, blocks_by_rank(n, n), layout, "replicas")
+        return average_messages(layout, what, buckets)
     num_bytes = 0
-    for count, _ in buckets:
+    stripes = [(len(own_stripe(layout, count, codec.block)), size) for count, size in buckets]
+    for count, _ in stripes:
         cuts = share_bounds(count, codec.block, n)
         first, last = (codec.num_bytes(cuts[own + i]) for i in range(2))
         num_bytes += codec.num_bytes(count) - (last - first) + (last - first) * (n - 1)
-    return Message(what, "replicas", "all-to-all, gather", 2 * len(buckets), num_bytes)
+    packed = Message(what, "replicas", "all-to-all, gather", 2 * len(buckets), num_bytes)
+    return [packed, gather_message(layout, buckets, stripes)]
 
 
 def anchor_memory(layout: RankLayout) -> Amount:
@@ -402,7 +413,8 @@ def anchor_memory(layout: RankLayout) -> Amount:
         num_bytes += wide
     if layout.plan.codec != "none":
         words.append("what packing dropped")
-        num_bytes += wide + wide // layout.num_apart
+        stripe = wide if layout.plan.zero == 3 else wide // layout.num_replicas
+        num_bytes += stripe + stripe // layout.num_apart
     return Amount(num_bytes, ", ".join(words))
 
 
@@ -418,7 +430,8 @@ def _outer_buckets(layout: RankLayout) -> list[tuple[int, int]]:
     for run in split_fragments([p.num_bytes for p in named], layout.plan.fragments):
         kinds: dict[object, list[LocalParameter]] = {}
         for p in named[run.start : run.stop]:
-            kinds.setdefault(p.dtype, []).append(p)
+            holders = layout.pipeline_ranks(p.name)
+            kinds.setdefault((p.dtype, holders if len(holders) > 1 else ()), []).append(p)
         for own in kinds.values():
             found.append((sum(p.num_elements for p in own), max(4, own[0].dtype.itemsize)))
     return found

@@ -179,6 +179,12 @@ class RankLayout:
             return {p.name for p in self.facts.parameters}
         return found.held_by([stage.index for stage in self.stages])
 
+    def pipeline_ranks(self, name: str) -> tuple[int, ...]:
+        """Those that hold a parameter."""
+        found, plan = self.facts.survey.stages, self.plan
+        users = [0] if found is None else found.holders[name]
+        return tuple(sorted({rank_of_stage(s, plan.pipeline, plan.schedule) for s in users}))
+
     @cached_property
     def parameters(self) -> list[LocalParameter]:
         """In the model's order, without those that only other stages use."""

@@ -6,7 +6,7 @@ which parameters form a fragment.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import accumulate
 
@@ -210,7 +210,14 @@ class FragmentPart:
 class ReferenceOuter:
     """The outer optimizer of all replicas, given as models."""
 
-    def __init__(self, models: Sequence[nn.Module], plan: Plan, num_steps: int):
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        plan: Plan,
+        num_steps: int,
+        holders: Mapping[str, object] = {},
+    ):
+        """`holders` are those of each parameter, where replicas are cut: each packs its own."""
         self.plan, self.num_steps = plan, num_steps
         trained = [
             [
@@ -220,11 +227,13 @@ class ReferenceOuter:
             ]
             for model in models
         ]
+        names = {p: name for name, p in models[0].named_parameters()}
         self.fragments: list[list[FragmentPart]] = []
         for run in split_fragments([p.nbytes for p in trained[0]], plan.fragments):
-            kinds: dict[torch.dtype, list[int]] = {}
+            kinds: dict[object, list[int]] = {}
             for i in run:
-                kinds.setdefault(trained[0][i].dtype, []).append(i)
+                key = trained[0][i].dtype, holders.get(names[trained[0][i]])
+                kinds.setdefault(key, []).append(i)
             codec = make_codec(plan.codec)
             self.fragments.append(
                 [

@@ -26,7 +26,7 @@ from shoal.logs import warn_once
 from shoal.parallel.layout import Slice
 from shoal.sync.averaging import StagedAverage
 from shoal.sync.costs import Message, StepCosts
-from shoal.sync.local import LocalSGD, mean_message, window_costs, window_message
+from shoal.sync.local import LocalSGD, mean_messages, window_costs, window_message
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.replicas import REPLICAS, replica_name
 from shoal.sync.server.anchor import served_weights
@@ -56,7 +56,7 @@ class LocalServerStrategy(LocalSGD):
         self._joined_round = True  # the last round
 
     def _join_group(self, mesh: Mesh) -> None:
-        self._alike, self._weights = mesh.own.data, served_weights(self.model)
+        self._weights = served_weights(self.model)
         if self._speaks:
             self.outer_client.open(self._weights, mesh, self.holding)
         window = self.outer_client.newcomer_step() if self._speaks else 0
@@ -149,7 +149,8 @@ class LocalServerStrategy(LocalSGD):
             pushed = msgspec.structs.replace(pushed, count=0, num_bytes=0)
         if not layout.plan.waits_for_all:
             return window_costs(layout, kept, [pushed], [])
-        sums = [pushed, _spread_message(layout), mean_message(layout, f"buffers, {times}")]
+        means = mean_messages(layout, f"buffers, {times}")
+        sums = [pushed, _spread_message(layout), *means]
         return window_costs(layout, kept, sums, [window_message(layout)])
 
     def state_dict(self) -> ShardedState:
@@ -172,7 +173,7 @@ class LocalServerStrategy(LocalSGD):
         if self._meets and self._seat_step < step:  # a server misses some of this window's pushes
             if self._gathered_in is not self.world:
                 self._gather_numbers()  # some replicas, and a newcomer, do not have them yet
-            self._means = StagedAverage(self.group, list(self.model.buffers()))
+            self._means = StagedAverage(self.group, [*self.model.buffers()], self._alike)
         if self._speaks:
             self._joined_round = self.outer_client.agree(step, self._pending_samples, self._mark)
         self._spread_weights()
