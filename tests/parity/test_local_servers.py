@@ -17,6 +17,10 @@ UNLIKE = str(Path(__file__).with_name("unlike.py"))
     ("plan", "recipe"),
     [
         ("data=2 sync=server servers=2 local_steps=3 staleness=any codec=int8", f"{UNLIKE}:unused"),
+        (
+            "data=4 zero=1 replicas=2 sync=server servers=2 local_steps=3 staleness=1",
+            f"{UNLIKE}:unused",
+        ),
         pytest.param(
             "data=3 sync=server servers=2 local_steps=4 outer=nesterov staleness=1 damping=inverse",
             f"{UNLIKE}:groups",

@@ -182,10 +182,12 @@ def _refuse_servers(plan: "Plan") -> None:
             f"sums={plan.sums} does not go with sync=server, whose servers add up the pieces in "
             "one order at no extra cost. Leave sums out."
         )
-    if plan.data is not None and plan.rates != "even" and len(plan.rate_factors) != plan.data:
+    count = plan.replicas or plan.data
+    if count is not None and plan.rates != "even" and len(plan.rate_factors) != count:
         raise PlanError(
-            f"rates={plan.rates} does not go with data={plan.data}. Each replica has a rate of its "
-            f"own. Give {plan.data} of them, separated by colons, or leave rates out."
+            f"rates={plan.rates} does not go with {'replicas' if plan.replicas else 'data'}="
+            f"{count}. Each replica has a rate of its own. Give {count} of them, separated by "
+            "colons, or leave rates out."
         )
     if plan.rates != "even" and all(float(rate) == 1 for rate in plan.rates.split(":")):
         raise PlanError(
@@ -212,11 +214,13 @@ def _refuse_served_meshes(plan: "Plan") -> None:
             f"{about} sync=server and a push in every step yet: there a worker of a server is one "
             f"rank. Add local_steps=2 or more, or leave {key} or sync=server out."
         )
-    for other, usual in {"staleness": 0, "deadline": "none", "copies": 1}.items():
+    # Those of a replica that hold the same speak with servers through one of them.
+    apart = {"staleness": 0, "copies": 1} if cut > 1 else {}
+    for other, usual in {"deadline": "none", **apart}.items():
         if getattr(plan, other) != usual:
             raise PlanError(
-                f"{about} {other}={getattr(plan, other)} yet: servers of different parts of a "
-                f"replica would decide apart when it continues. Leave {other} or {key} out."
+                f"{about} {other}={getattr(plan, other)} yet: the ranks of a replica would hear "
+                f"different answers. Leave {other} or {key} out."
             )
     if plan.zero == 3:
         raise PlanError(

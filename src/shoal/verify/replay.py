@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shoal.comm.mesh import ranks_by_replica
 from shoal.data.split import share
 from shoal.errors import RecipeError
 from shoal.numerics import schedules
@@ -105,7 +106,7 @@ class VersionTrace(NamedTuple):
     next: list[int]
 
 
-TraceSource = Callable[[int, int], VersionTrace | None]  # by rank and step; None: not done yet
+TraceSource = Callable[[int, int], VersionTrace | None]  # by worker and step; None: not done yet
 
 
 class ReplayedTensor(NamedTuple):
@@ -125,18 +126,25 @@ class StepRecords:
             allowed=TOLERANCE[PrecisionSchedule.parse(plan.precision).lowest], is_replay=True
         )
         self.differences: dict[TensorLocation, float] = {}
-        self._steps: dict[tuple[int, int], StepRecord] = {}
+        # By replica and step, of each of its ranks.
+        self._steps: dict[tuple[int, int], list[StepRecord]] = {}
+        self._ranks = ranks_by_replica((1, plan.num_apart, plan.num_within, 1))
         self._deadline = time.monotonic() + PATIENCE_S
 
-    def __call__(self, rank: int, step: int) -> VersionTrace | None:
-        if self._steps.pop((rank, step - 1), None) is not None:  # it is compared
-            step_path(self.directory, step - 1, rank).unlink()
-        path = step_path(self.directory, step, rank)
-        if (rank, step) not in self.traces and path.exists():
-            recorded = self._steps[rank, step] = StepRecord(load_file(path))
-            self.traces[rank, step] = VersionTrace(recorded.pulled, recorded.applied, recorded.next)
+    def __call__(self, worker: int, step: int) -> VersionTrace | None:
+        if self._steps.pop((worker, step - 1), None) is not None:  # it is compared
+            for path in self._paths(worker, step - 1):
+                path.unlink()
+        paths = self._paths(worker, step)
+        if (worker, step) not in self.traces and all(path.exists() for path in paths):
+            found = self._steps[worker, step] = [StepRecord(load_file(path)) for path in paths]
+            first = found[0]  # which speaks with servers
+            self.traces[worker, step] = VersionTrace(first.pulled, first.applied, first.next)
             self._deadline = time.monotonic() + PATIENCE_S
-        return self.traces.get((rank, step))
+        return self.traces.get((worker, step))
+
+    def _paths(self, worker: int, step: int) -> list[Path]:
+        return [step_path(self.directory, step, rank) for rank in self._ranks[worker]]
 
     def wait(self) -> None:
         if finished(self.directory).exists() or time.monotonic() > self._deadline:
@@ -145,10 +153,10 @@ class StepRecords:
 
     def compare(self, made: ReplayedTensor) -> None:
         place, value = made
-        recorded = self._steps[place.rank, place.step]
-        parts = recorded.parts("held", place.name)
-        if place.what == "loss":
-            parts = [(whole_box(recorded.loss.shape), recorded.loss)]
+        parts = []
+        for recorded in self._steps[place.rank, place.step]:
+            of_loss = [(whole_box(recorded.loss.shape), recorded.loss)]
+            parts += of_loss if place.what == "loss" else recorded.parts("held", place.name)
         for block, theirs in parts:
             record_difference(self.verdict, place, theirs, block.of(value), largest_finite(value))
             known = self.differences.get(place, 0.0)
@@ -206,7 +214,7 @@ class Replay:
     def __init__(self, run: Run, plan: Plan, traces: TraceSource):
         self.run, self.plan, self.traces = run, plan, traces
         self.servers = [ReplayServer(run, plan) for _ in range(plan.num_servers)]
-        self.shares = [share(r, plan.num_ranks, plan.num_pieces) for r in range(plan.num_ranks)]
+        self.shares = [share(r, plan.num_apart, plan.num_pieces) for r in range(plan.num_apart)]
         self.workers = [Replica(run, plan, pieces) for pieces in self.shares]
         self.outers = [ReferenceOuter([w.model], plan, run.num_steps()) for w in self.workers]
         for worker in self.workers if plan.local_steps == 1 else ():
@@ -215,7 +223,7 @@ class Replay:
         self.batches = make_batches(run, plan.num_pieces)
         first = self.servers[0]
         self.layout = layout_of(first.model, first.optimizer, plan.num_servers)
-        self.next_step = [1] * plan.num_ranks
+        self.next_step = [1] * plan.num_apart
         self.pending: dict[int, PendingStep] = {}
         self.trace_of: dict[int, VersionTrace] = {}
         self.made: list[ReplayedTensor] = []  # not yielded yet
@@ -223,7 +231,7 @@ class Replay:
 
     def play(self, wait: Callable[[], None] | None = None) -> Iterator[ReplayedTensor]:
         """Yield all losses and weights, until every rank is done; waits for missing steps."""
-        turns = [functools.partial(self._compute, rank) for rank in range(self.plan.num_ranks)]
+        turns = [functools.partial(self._compute, rank) for rank in range(self.plan.num_apart)]
         turns += [functools.partial(self._apply, server) for server in range(len(self.servers))]
         while self.pending or min(self.next_step) <= self.run.num_steps():
             moved = False
@@ -284,7 +292,7 @@ class Replay:
         if self.plan.damping == "none":
             return share
         num_updates = trace.applied[server] - trace.pulled[server]
-        return share / (1 + num_updates / self.plan.num_ranks)
+        return share / (1 + num_updates / self.plan.num_apart)
 
     def _tell_weights(self, rank: int, step: int, weights: Iterable[Tensor]) -> None:
         for name, value in zip(self.names, weights, strict=True):

@@ -136,8 +136,16 @@ class LocalServerStrategy(LocalSGD):
         self._pending_samples = self._num_samples + local.num_samples
         asked = NO_REQUESTS
         if self.timetable.ends_window(step) and not (self.checks and not self._is_finite(own)):
-            asked = self.outer_client.requests_after(step, local.asked)
+            asked = self._requests_after(step, own.asked)
         return own._replace(asked=asked)
+
+    def _requests_after(self, step: int, asked: RankRequests) -> RankRequests:
+        """Of the rank of this replica that has heard servers."""
+        if self._speaks:
+            asked = self.outer_client.requests_after(step, asked)
+        if self._alike.num_ranks > 1:
+            asked = RankRequests(*map(bool, self._alike.all_gather_numbers([*asked])[0]))
+        return asked
 
     @staticmethod
     def costs(layout: RankLayout) -> StepCosts:
