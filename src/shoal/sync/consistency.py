@@ -72,11 +72,11 @@ class Consistency:
     def watch(self, strategy: Strategy, mesh: Mesh) -> None:
         """Watch the state of this strategy from now on. Never communicates."""
         self._strategy, self._mesh, self._inventory = strategy, mesh, StateInventory(strategy)
-        # Who holds the same: out of lockstep peers do, when replicas have agreed.
-        self._alike = mesh.data if strategy.in_lockstep else mesh.peers
+        if not strategy.in_lockstep:  # peers hold the same, when replicas have agreed
+            self._mesh = mesh._replace(data=mesh.peers)
         is_on = bool(self.most_slices)
         self._guards = is_on and mesh.num_ranks > 1
-        self._compares = is_on and self._alike.num_ranks > 1 and self._inventory.is_alike
+        self._compares = is_on and self._mesh.data.num_ranks > 1 and self._inventory.is_alike
         self._reader, self._turn = DigestReader(), 0
         self._alike_after: deque[int] = deque(maxlen=self.most_slices + 1)  # steps
         self._weights, self._state = Guard(self.most_slices), Guard(self.most_slices)
@@ -146,7 +146,7 @@ class Consistency:
         """Before newcomers take the state after `step` of one of those who hold it: let these hold
         the same. Every replica must call it."""
         if self._compares and self._strategy.in_lockstep and len(replicas) > 1:
-            _raise_on_all(self._alike, self._compare(step, replicas, at_rest=True))
+            _raise_on_all(self._mesh.data, self._compare(step, replicas, at_rest=True))
 
     def _check_changes(self, step: int) -> None:
         names = self._state.changed() + self._weights.changed()
@@ -158,7 +158,7 @@ class Consistency:
     def _resolve(self, step: int, differs: bool, at_rest: bool) -> bool:
         """Repair what can be, or raise; whether anything was. Every rank must reach this."""
         world, before = self._mesh.world, self._repairs.total()
-        replicas = range(self._alike.num_ranks)
+        replicas = range(self._mesh.data.num_ranks)
         _raise_on_all(world, self._compare(step, replicas, at_rest) if differs else "")
         is_repaired = self._repairs.total() > before
         return any(row[0] for row in world.all_gather_numbers([is_repaired]))
@@ -168,7 +168,7 @@ class Consistency:
 
         What is wrong, if that cannot be. Every rank of the line must reach this.
         """
-        data = self._alike
+        data = self._mesh.data
         takes_part, listing = data.rank in replicas, TensorListing([], [])
         if takes_part:
             listing = self._inventory.at_rest() if at_rest else self._inventory.in_step()
@@ -214,7 +214,7 @@ class Consistency:
         self, tensors: list[Tensor], numbers: list[int], replicas: Sequence[int]
     ) -> tuple[list[int], list[list[float]]]:
         own = [digest_to_float(digest) for digest in DigestReader().digests(tensors)]
-        rows = self._alike.all_gather_numbers(own or [0.0] * len(numbers))
+        rows = self._mesh.data.all_gather_numbers(own or [0.0] * len(numbers))
         found = [i for i in range(len(numbers)) if len({rows[r][i] for r in replicas}) > 1]
         return [numbers[i] for i in found], [[row[i] for i in found] for row in rows]
 
@@ -223,7 +223,7 @@ class Consistency:
         self, tensors: Sequence[Tensor], odd: Sequence[int], leader: int, at_rest: bool
     ) -> None:
         """Let replicas that are odd take some tensors of another."""
-        data = self._alike
+        data = self._mesh.data
         held = {str(number): [whole_slice(tensor)] for number, tensor in enumerate(tensors)}
         given = broadcast_state(data, leader, ShardedState(held, {}))
         if data.rank in odd:

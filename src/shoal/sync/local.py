@@ -110,7 +110,6 @@ class LocalSGD:
         self._agreed_weights: dict[str, Tensor] = {}
         self._last_made = 0  # the step that is made, and perhaps not agreed on
         self._means: StagedAverage | None = None  # that came, and may not count yet
-        self._averaged: dict[str, Tensor] = {}  # of which weights
         self._is_alike = True  # whether weights are the same on all replicas
         self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
         self._mark = 0  # of them and of those of the step under way
@@ -124,16 +123,13 @@ class LocalSGD:
         mesh: Mesh,
         holding: LocalLayout = WHOLE,
     ) -> None:
-        self.world, self.group, self.holding = mesh.world, mesh.peers, holding
+        self.mesh, self.group, self.holding = mesh, mesh.peers, holding
         pieces = share(self.group.rank, self.group.num_ranks, self.num_pieces)
         if not hasattr(self, "inner") or len(pieces) != len(self.pieces):
             self.inner = self._make_inner(len(pieces))
         self.pieces: range = pieces
         self.inner.attach(model, optimizer, mesh.own, holding)
         self.model, self.buffers = model, self.inner.buffers
-        # The first rank of each replica, which tells for all of it.
-        width = mesh.own.data.num_ranks * mesh.tensor.num_ranks
-        self._firsts = range(0, self.group.num_ranks * width, width)
         # Those that hold the same of this replica: under ZeRO 3 each has its own shards.
         self._alike = Group() if holding.within else mesh.own.data
         self._join_group(mesh)
@@ -144,7 +140,7 @@ class LocalSGD:
             self.outer.detach()
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
-        if first and self.world.is_lost():
+        if first and self.mesh.world.is_lost():
             # Now, and not when the window ends: a newcomer waits for all to come.
             raise GroupLost("the generation is over")
         if first and self.outer is not None:
@@ -155,19 +151,23 @@ class LocalSGD:
         own = self._exchange_within(local, want_norm)
         # Others hear of a step that ends a window once it can be made.
         tells = self.timetable.ends_window(self.step + 1)
-        if not tells or (self.checks and not self._is_finite(own)):
+        if not tells or (self.checks and not is_finite(self.inner, own)):
             # Heard with the others: all stop, or meet, after the same step.
             return own._replace(mark=None, asked=NO_REQUESTS)
         stop, meet = own.asked
         mark = self._mark if self._knows_marks else -1
         asked = stop + _MEET * meet
-        parts = self._packed_parts(local)
+        parts = b""
+        if local.losses and not self.holding.rank:  # one of those who know them
+            parts = local.packed_parts(self.pieces.start + self.attached.rounds.pieces.start)
         self._told = _WindowReport(
             [sum(own.sums), sum(own.weights), local.busy_s, asked, mark, local.digest, len(parts)],
             parts,
         )
         rows, named = self._gather_numbers()
-        firsts = [rows[rank] for rank in self._firsts]
+        # The first rank of each replica tells for all of it.
+        width = self.mesh.own.data.num_ranks * self.mesh.tensor.num_ranks
+        firsts = [rows[number * width] for number in range(self.group.num_ranks)]
         heard = _combine_requests([int(row[3]) for row in rows])
         self._told.numbers[3] = heard.stop + _BOUND
         return own._replace(
@@ -282,26 +282,28 @@ class LocalSGD:
         if self.outer is not None:
             self.outer.attach(self.model, (self.group, self._alike), self.holding)
         elif not self._agreed_weights:
-            self._agreed_weights = self._copy_weights()
-        self._seat_step = int(max(row[0] for row in self.world.all_gather_numbers([self.agreed])))
+            self._agreed_weights = _copy_weights(self.model, self.holding)
+        self._seat_step = int(
+            max(row[0] for row in self.mesh.world.all_gather_numbers([self.agreed]))
+        )
 
     def _agree(self, step: int, ends: bool) -> None:
         """Receive the replicas' average, staged. Every rank must call it."""
         if step <= self._seat_step:
             return  # some count it, so all had it before the group broke
-        if ends and self._gathered_in is not self.world:
+        if ends and self._gathered_in is not self.mesh.world:
             self._gather_numbers()  # some replicas, and a newcomer, do not have them yet
         if self.outer is not None:
             self.outer.exchange(step)
         if ends:
             faultpoint("local.bringing", step)
-            self._averaged = {} if self.outer is not None else self._held_weights()
-            tensors = [*self._averaged.values(), *self.model.buffers()]
+            weights = {} if self.outer else held_weights(self.model, self.holding)
+            tensors = [*weights.values(), *self.model.buffers()]
             self._means = StagedAverage(self.group, tensors, self._alike)
             if self.timetable.num_fragments == 1:
                 faultpoint("local.brought", step)
                 # A rank that gets all of them knows that all have the average.
-                self.world.all_gather_numbers([step])
+                self.mesh.world.all_gather_numbers([step])
                 faultpoint("local.agreed", step)
 
     def _commit(self, step: int, ends: bool) -> None:
@@ -310,7 +312,11 @@ class LocalSGD:
             self.outer.commit(step)
         if self._means is not None:
             self._means.apply()
-            self._agreed_weights = {n: self._means[p] for n, p in self._averaged.items()}
+            if self.outer is None:
+                held = held_weights(self.model, self.holding)
+                self._agreed_weights = {
+                    n: self._means[p] for n, p in held.items() if n in self._agreed_weights
+                }
             self._means = None
             self.buffers.hold()
         self.step = step
@@ -321,40 +327,20 @@ class LocalSGD:
 
     def _gather_numbers(self) -> tuple[list[list[float]], PartSums]:
         """The numbers of all replicas, and the named parts of their losses."""
-        self._gathered_in = self.world
-        rows = self.world.all_gather_numbers(self._told.numbers)
+        self._gathered_in = self.mesh.world
+        rows = self.mesh.world.all_gather_numbers(self._told.numbers)
         lengths = [int(row[6]) for row in rows]
-        return rows, gather_parts(self.world, lengths, self._told.parts) if any(lengths) else {}
+        return rows, gather_parts(self.mesh.world, lengths, self._told.parts) if any(
+            lengths
+        ) else {}
 
     def _exchange_within(self, local: LocalStep, want_norm: bool) -> GlobalStep:
         """A step of this replica alone."""
         own = self.inner.exchange(local, want_norm)
         assert own.mark is not None, "its ranks are in lockstep"
         self._mark = add_marks((self._marked, own.mark))
-        busy_s = [local.busy_s] * self.world.num_ranks
+        busy_s = [local.busy_s] * self.mesh.world.num_ranks
         return own._replace(busy_s=busy_s, num_samples=None, digests=())
-
-    def _is_finite(self, own: GlobalStep) -> bool:
-        """Whether this replica can make the step. Every rank of it must call it."""
-        parts = (part.tensor for parts in self.inner.gradients().values() for part in parts)
-        known = math.isfinite(own.loss) and math.isfinite(own.norm or 0.0)
-        finite = known and all(bool(torch.isfinite(tensor).all()) for tensor in parts)
-        world = self.attached.mesh.world
-        return not any(row[0] for row in world.all_gather_numbers([not finite]))
-
-    def _packed_parts(self, local: LocalStep) -> bytes:
-        """The named parts of the losses that this rank is the one to tell."""
-        if not local.losses or self.holding.rank:
-            return b""
-        return local.packed_parts(self.pieces.start + self.attached.rounds.pieces.start)
-
-    def _held_weights(self) -> dict[str, Tensor]:
-        """What this rank holds of those that are averaged."""
-        held, absent = held_parameters(self.model).items(), self.holding.absent
-        return {n: p for n, p in held if p.is_floating_point() and n not in absent}
-
-    def _copy_weights(self) -> dict[str, Tensor]:
-        return {n: p.detach().clone() for n, p in self._held_weights().items()}
 
     def _continue_after(self, step: int) -> None:
         self.step, self._last_made = step, 0
@@ -366,7 +352,7 @@ class LocalSGD:
             source.fill(f"model.{name}", slices_of(name, tensor, self.holding))
         self.buffers.hold()
         if self.outer is None:
-            self._agreed_weights = self._copy_weights()
+            self._agreed_weights = _copy_weights(self.model, self.holding)
         else:
             self.outer.load_state_dict(source, source, step)
 
@@ -378,7 +364,7 @@ class LocalSGD:
         if self.outer is not None:
             has_anchor = self.outer.load_state_dict(own, mean, step)
             return step - step % self.timetable.local_steps if has_anchor else step
-        self._agreed_weights = self._copy_weights()
+        self._agreed_weights = _copy_weights(self.model, self.holding)
         return step
 
     def _untrained(self) -> dict[str, list[Slice]]:
@@ -392,6 +378,25 @@ def lockstep_class(plan: Plan) -> type[Strategy]:
     if plan.zero == 3:
         return FullySharded
     return ZeroSharded if plan.zero else AllReduce
+
+
+def is_finite(inner: Strategy, own: GlobalStep) -> bool:
+    """Whether a replica can make a step that it has exchanged. Every rank of it must call it."""
+    parts = (part.tensor for parts in inner.gradients().values() for part in parts)
+    known = math.isfinite(own.loss) and math.isfinite(own.norm or 0.0)
+    finite = known and all(bool(torch.isfinite(tensor).all()) for tensor in parts)
+    world = inner.attached.mesh.world
+    return not any(row[0] for row in world.all_gather_numbers([not finite]))
+
+
+def held_weights(model: nn.Module, holding: LocalLayout) -> dict[str, Tensor]:
+    """What a rank holds of the weights that replicas average."""
+    held = held_parameters(model).items()
+    return {n: p for n, p in held if p.is_floating_point() and n not in holding.absent}
+
+
+def _copy_weights(model: nn.Module, holding: LocalLayout) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in held_weights(model, holding).items()}
 
 
 def _combine_requests(flags: Sequence[int]) -> RankRequests:

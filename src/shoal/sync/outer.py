@@ -62,16 +62,16 @@ class FlatFragment:
         named: Mapping[str, Tensor],
         rule: OuterConfig,
         peers: tuple[Group, Group],
-        holding: LocalLayout,
     ):
         """`peers` are those in other replicas, and in this one those that hold the same."""
-        self.named, self.rule, self._holding = named, rule, holding
+        self.named, self.rule = named, rule
         self.anchor = self.weights()
         self.dtype = torch.promote_types(self.anchor.dtype, torch.float32)  # of the arithmetic
         self.momentum = self._zeros() if rule.momentum else None
         self.residual: Tensor | None = None  # not sent yet of the own stripe
         self.owed: Tensor | None = None  # not sent yet of this rank's share of the mean
-        self.stripe = self.share = range(0)
+        self.share = range(0)
+        self._stripes = Stripes.of(0, Group())
         self.sent: Tensor | None = None  # the weights, while they are under way
         self._reduction: CompressedSum | Reduction | None = None
         self._is_folded = False
@@ -85,16 +85,24 @@ class FlatFragment:
         block = 1 if codec is None else codec.block
         alike = alike if group.num_ranks > 1 else Group()  # alone there is nothing to bring
         self._stripes = Stripes.of(self.anchor.numel(), alike, block)
-        stripe, self.stripe = self.stripe, self._stripes.own
         if codec is None:
             return
-        if self.residual is None or stripe != self.stripe:
+        if self.residual is None:  # a replica of several ranks keeps them, and so the stripe
             self.residual = self.anchor.new_zeros(len(self.stripe), dtype=self.dtype)
-        cuts = share_bounds(len(self.stripe), block, group.num_ranks)
-        self._cuts, first = cuts, self.stripe.start
-        share = range(first + cuts[group.rank], first + cuts[group.rank + 1])
+        first, last = self._cuts()[group.rank : group.rank + 2]
+        share = range(self.stripe.start + first, self.stripe.start + last)
         if self.owed is None or self.share != share:
             self.share, self.owed = share, self.anchor.new_zeros(len(share), dtype=self.dtype)
+
+    @property
+    def stripe(self) -> range:
+        """What of it this rank brings to its peers."""
+        return self._stripes.own
+
+    def _cuts(self) -> list[int]:
+        """Where each rank's share of the stripe begins, and the end."""
+        assert self.rule.codec is not None
+        return share_bounds(len(self.stripe), self.rule.codec.block, self.group.num_ranks)
 
     def weights(self) -> Tensor:
         return torch.cat([p.detach().reshape(-1) for p in self.named.values()])
@@ -116,7 +124,7 @@ class FlatFragment:
                 self.rule.codec,
                 gradient,
                 self.owed,
-                self._cuts,
+                self._cuts(),
                 divide_by=self.group.num_ranks,
             )
         self._is_folded = False
@@ -177,12 +185,14 @@ class FlatFragment:
         pairs = zip(self.named.items(), flat.split(lengths), strict=True)
         return {name: part.view(p.shape) for (name, p), part in pairs}
 
-    def slices(self, kind: str, flat: Tensor | None) -> dict[str, list[Slice]]:
+    def slices(
+        self, kind: str, flat: Tensor | None, holding: LocalLayout
+    ) -> dict[str, list[Slice]]:
         """What there is of it as parts of the whole model's, under names that begin with `kind`."""
         parts = {} if flat is None else self.parts(flat)
-        return {kind + n: slices_of(n, part, self._holding) for n, part in parts.items()}
+        return {kind + n: slices_of(n, part, holding) for n, part in parts.items()}
 
-    def unsent_parts(self, of_own: str) -> Iterator[tuple[str, list[Slice]]]:
+    def unsent_parts(self, of_own: str, holding: LocalLayout) -> Iterator[tuple[str, list[Slice]]]:
         """What is not sent yet, of the own stripe and of this rank's share of the mean."""
         kinds = (of_own + RESIDUAL, self.residual, self.stripe), (OWED, self.owed, self.share)
         for kind, flat, run in kinds:
@@ -191,7 +201,7 @@ class FlatFragment:
                 first, last = max(start, run.start), min(start + p.numel(), run.stop)
                 if flat is not None and first < last:
                     own = flat[first - run.start : last - run.start]
-                    parts = slices_of_run(name, p.shape, first - start, own, self._holding)
+                    parts = slices_of_run(name, p.shape, first - start, own, holding)
                     yield kind + name, parts
 
     def _zeros(self) -> Tensor:
@@ -208,6 +218,7 @@ class OuterOptimizer:
         self._is_at_anchor = True  # whether weights and anchors are the same
 
     def attach(self, model: nn.Module, peers: tuple[Group, Group], holding: LocalLayout) -> None:
+        self._holding = holding
         if self.fragments:
             for fragment_ in self._flat_fragments():
                 fragment_.join_group(*peers)
@@ -221,9 +232,7 @@ class OuterOptimizer:
                 # What several stages hold is packed alike by all of them.
                 p, holders = named[name], holding.holders.get(name)
                 kinds.setdefault((p.dtype, p.device, holders), {})[name] = p
-            self.fragments.append(
-                [FlatFragment(own, self.rule, peers, holding) for own in kinds.values()]
-            )
+            self.fragments.append([FlatFragment(own, self.rule, peers) for own in kinds.values()])
 
     def detach(self) -> None:
         deadline = drain_deadline()
@@ -296,8 +305,8 @@ class OuterOptimizer:
         """What all replicas hold alike: the anchor, in the weights' place, and the momentum."""
         found: dict[str, list[Slice]] = {}
         for fragment_ in self._flat_fragments():
-            found |= fragment_.slices("model.", fragment_.anchor)
-            found |= fragment_.slices(MOMENTUM, fragment_.momentum)
+            found |= fragment_.slices("model.", fragment_.anchor, self._holding)
+            found |= fragment_.slices(MOMENTUM, fragment_.momentum, self._holding)
         return found
 
     def state_dict(self, of_own: str) -> dict[str, list[Slice]]:
@@ -309,8 +318,8 @@ class OuterOptimizer:
             kinds |= {ANCHOR: None if self._is_at_anchor else fragment_.anchor}
             kinds |= {of_own + SENT: fragment_.sent}
             for kind, flat in kinds.items():
-                found |= fragment_.slices(kind, flat)
-            found |= dict(fragment_.unsent_parts(of_own))
+                found |= fragment_.slices(kind, flat, self._holding)
+            found |= dict(fragment_.unsent_parts(of_own, self._holding))
         return found
 
     @torch.no_grad()
@@ -322,7 +331,7 @@ class OuterOptimizer:
         self._is_at_anchor, has_anchor = True, False
         for fragment_ in self._flat_fragments():
             fragment_.sent = None
-            for name, places in fragment_.slices("", fragment_.anchor).items():
+            for name, places in fragment_.slices("", fragment_.anchor, self._holding).items():
                 is_kept = ANCHOR + name in own
                 has_anchor |= is_kept
                 source, kind = (own, ANCHOR) if is_kept else (mean, "model.")
@@ -331,8 +340,8 @@ class OuterOptimizer:
             for flat in (fragment_.momentum, fragment_.residual, fragment_.owed):
                 if flat is not None:
                     flat.zero_()
-            shared = fragment_.slices(MOMENTUM, fragment_.momentum).items()
-            for name, places in (*shared, *fragment_.unsent_parts("")):
+            shared = fragment_.slices(MOMENTUM, fragment_.momentum, self._holding).items()
+            for name, places in (*shared, *fragment_.unsent_parts("", self._holding)):
                 if name in own:
                     own.fill(name, places)
         self._in_flight = self.timetable.in_flight(step)
@@ -348,7 +357,7 @@ class OuterOptimizer:
             return
         for fragment_ in fragment:
             fragment_.sent = fragment_.anchor.clone()
-            for name, places in fragment_.slices(SENT, fragment_.sent).items():
+            for name, places in fragment_.slices(SENT, fragment_.sent, self._holding).items():
                 own.fill(name, places)
 
     def _exchange(self, numbers: list[int]) -> None:

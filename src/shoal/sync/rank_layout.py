@@ -140,7 +140,10 @@ class RankLayout:
         # A replica that makes local steps is a world of its own.
         self.num_apart = self.plan.num_apart if self.plan.local_steps > 1 else 1
         self.num_ranks = self.plan.num_ranks // self.num_apart
-        size, num_replicas = self.plan.num_microbatches, self.num_replicas
+        self.world = "world" if self.num_apart == 1 else "replica"  # who make each step together
+        # The ranks of the data axis that make each step together.
+        self.num_replicas = num_replicas = self.plan.num_replicas // self.num_apart
+        size = self.plan.num_microbatches
         self.replica, data = divmod(place.data, num_replicas)
         self.place = place._replace(data=data)
         self.num_pieces = self.plan.num_pieces // self.num_apart
@@ -149,11 +152,6 @@ class RankLayout:
         self.tree = _tree(self.num_rounds, num_replicas)
         self.piece_tree = _tree(self.num_rounds, num_replicas, size)
 
-    @property
-    def num_replicas(self) -> int:
-        """The ranks of the data axis that make each step together."""
-        return self.plan.num_replicas // self.num_apart
-
     def line(self, axis: str) -> tuple[int, int]:
         """The number of ranks that an axis has here, and this rank's index."""
         if axis == "replicas":
@@ -161,11 +159,6 @@ class RankLayout:
         if axis == "data":
             return self.num_replicas, self.place.data
         return (self.num_ranks if axis == "replica" else self.plan.num_ranks), self.place.rank
-
-    @property
-    def world(self) -> str:
-        """The axis of those that make each step together."""
-        return "world" if self.num_apart == 1 else "replica"
 
     @cached_property
     def stages(self) -> list[StageSpec]:

@@ -23,9 +23,7 @@ from shoal.numerics.norms import clip_factor, coalesced, gradient_norm, values_o
 from shoal.numerics.optimizers import names_in, stepping_only
 from shoal.numerics.precision import LossScale, PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
-from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plans.plan import Plan
-from shoal.training.build import build_model
 from shoal.training.custom_step import PLAIN, Phase, StepBatch, parameters_by_name, total_of
 from shoal.training.diagnostics import no_weight_error
 from shoal.training.progress import PhaseResult
@@ -36,6 +34,7 @@ from shoal.verify.reference_outer import (
     ReferenceOuter,
     Values,
     average,
+    pipeline_ranks,
     total_loss,
 )
 
@@ -78,7 +77,7 @@ def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]
     models = [r.model for r in replicas]
     outer = None
     if moves_anchor:
-        outer = ReferenceOuter(models, plan, run.num_steps(), _pipeline_ranks(run, plan))
+        outer = ReferenceOuter(models, plan, run.num_steps(), pipeline_ranks(run, plan))
     loop = ReferenceLoop(run, plan, replicas[0])
     for step in range(run.num_steps()):
         if loop.is_stopped:
@@ -95,19 +94,6 @@ def train(run: Run, plan: Plan, make: Any = None) -> Iterator[list[ReplicaState]
             losses = [sum(t[0] for t in results) / sum(t[1] for t in results)] * num_replicas
         loop.after(step + 1, losses[0])
         yield [r.snapshot(loss) for r, loss in zip(replicas, losses, strict=True)]
-
-
-def _pipeline_ranks(run: Run, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold each parameter, where they decide what is packed together."""
-    if plan.pipeline == 1 or plan.codec == "none":
-        return {}
-    built = build_model(run, plan)
-    built.seeds.close()
-    assert built.survey.stages is not None
-    return {
-        name: tuple(sorted({rank_of_stage(s, plan.pipeline, plan.schedule) for s in users}))
-        for name, users in built.survey.stages.holders.items()
-    }
 
 
 class Replica:

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from shoal.numerics.codecs import Codec, make_codec
 from shoal.numerics.fragments import split_fragments
+from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plans.plan import Plan
 from shoal.sync.server.layout import make_layout
+from shoal.training.build import build_model
+from shoal.training.run import Run
 
 Values = list[Tensor | None]
 
@@ -279,6 +282,19 @@ class ReferenceOuter:
                     part.merge(rate, momentum, keep_progress=False)
                 elif is_last:  # in the middle of its window: the mean
                     part.merge(1.0, 0.0, keep_progress=False)
+
+
+def pipeline_ranks(run: Run, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The ranks that hold each parameter, where they decide what is packed together."""
+    if plan.pipeline == 1 or plan.codec == "none":
+        return {}
+    built = build_model(run, plan)
+    built.seeds.close()
+    assert built.survey.stages is not None
+    return {
+        name: tuple(sorted({rank_of_stage(s, plan.pipeline, plan.schedule) for s in users}))
+        for name, users in built.survey.stages.holders.items()
+    }
 
 
 def _keys(

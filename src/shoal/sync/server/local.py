@@ -13,7 +13,7 @@ With a deadline no replica waits for a late one, so each reports its own losses 
 buffers, as out of lockstep; the server that closes rounds counts samples.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,12 +21,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shoal.comm.collectives import Group
 from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.logs import warn_once
 from shoal.parallel.layout import Slice
 from shoal.sync.averaging import StagedAverage
 from shoal.sync.costs import Message, StepCosts
-from shoal.sync.local import LocalSGD, mean_messages, window_costs, window_message
+from shoal.sync.local import LocalSGD, is_finite, mean_messages, window_costs, window_message
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.replicas import REPLICAS, replica_name
 from shoal.sync.server.anchor import served_weights
@@ -135,17 +136,15 @@ class LocalServerStrategy(LocalSGD):
         own = self._exchange_within(local, want_norm)._replace(mark=None)
         self._pending_samples = self._num_samples + local.num_samples
         asked = NO_REQUESTS
-        if self.timetable.ends_window(step) and not (self.checks and not self._is_finite(own)):
-            asked = self._requests_after(step, own.asked)
+        if self.timetable.ends_window(step) and not (
+            self.checks and not is_finite(self.inner, own)
+        ):
+            asked = own.asked
+            if self._speaks:
+                asked = self.outer_client.requests_after(step, asked)
+            if self._alike.num_ranks > 1:  # as the one that has heard servers says
+                asked = RankRequests(*map(bool, self._alike.all_gather_numbers([*asked])[0]))
         return own._replace(asked=asked)
-
-    def _requests_after(self, step: int, asked: RankRequests) -> RankRequests:
-        """Of the rank of this replica that has heard servers."""
-        if self._speaks:
-            asked = self.outer_client.requests_after(step, asked)
-        if self._alike.num_ranks > 1:
-            asked = RankRequests(*map(bool, self._alike.all_gather_numbers([*asked])[0]))
-        return asked
 
     @staticmethod
     def costs(layout: RankLayout) -> StepCosts:
@@ -179,25 +178,15 @@ class LocalServerStrategy(LocalSGD):
         if not ends:
             return
         if self._meets and self._seat_step < step:  # a server misses some of this window's pushes
-            if self._gathered_in is not self.world:
+            if self._gathered_in is not self.mesh.world:
                 self._gather_numbers()  # some replicas, and a newcomer, do not have them yet
             self._means = StagedAverage(self.group, [*self.model.buffers()], self._alike)
         if self._speaks:
             self._joined_round = self.outer_client.agree(step, self._pending_samples, self._mark)
-        self._spread_weights()
+        if self._alike.num_ranks > 1:
+            _spread(self._alike, self._weights.values())
         if self.outer_client.closes_early:
             self._record_round()
-
-    @torch.no_grad()
-    def _spread_weights(self) -> None:
-        """To the ranks that hold the same, from the one that has heard them."""
-        weights = self._weights.values() if self._alike.num_ranks > 1 else ()
-        for dtype in dict.fromkeys(p.dtype for p in weights):
-            alike = [p for p in weights if p.dtype == dtype]
-            flat = torch.cat([p.reshape(-1) for p in alike])
-            self._alike.broadcast(flat, 0)
-            for p, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
-                p.copy_(part.view(p.shape))
 
     def _record_round(self) -> None:
         joined = self.outer_client.last_round
@@ -236,6 +225,17 @@ class LocalServerStrategy(LocalSGD):
     def _untrained(self) -> dict[str, list[Slice]]:
         served = {f"model.{name}" for name in self._weights}
         return {name: p for name, p in super()._untrained().items() if name not in served}
+
+
+@torch.no_grad()
+def _spread(alike: Group, weights: Collection[Tensor]) -> None:
+    """Give the weights of the first of these ranks to the others."""
+    for dtype in dict.fromkeys(p.dtype for p in weights):
+        same = [p for p in weights if p.dtype == dtype]
+        flat = torch.cat([p.reshape(-1) for p in same])
+        alike.broadcast(flat, 0)
+        for p, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
+            p.copy_(part.view(p.shape))
 
 
 def _spread_message(layout: RankLayout) -> Message:

@@ -67,7 +67,6 @@ class OuterClient(ServerStrategy):
     def open(self, weights: Mapping[str, Tensor], mesh: Mesh, holding: LocalLayout) -> None:
         """`attach`, with the anchor of these weights: what this rank holds of the model, of which
         some of the servers have the anchor."""
-        self.outer_holding = holding
         if not hasattr(self, "anchor"):
             self.weights = [*weights.values()]
             self.anchor = Anchor({name: p.clone() for name, p in weights.items()})
@@ -75,7 +74,7 @@ class OuterClient(ServerStrategy):
             # Out of lockstep a fast replica's last window, a short one, comes before others' long.
             self._settings = ChangedSettings(self.optimizer, always=("lr", "momentum"))
         self.num_pieces = mesh.peers.num_ranks
-        self.attach(self.anchor, self.optimizer, _line_of(mesh))
+        self.attach(self.anchor, self.optimizer, _line_of(mesh), holding)
 
     def window_of(self, step: int) -> int:
         """The window that a step belongs to. Steps count from 1, windows from 0."""
@@ -158,7 +157,7 @@ class OuterClient(ServerStrategy):
         fetched = self._served.fetch().tensors
         served = {outer_name(n): parts for n, parts in fetched.items() if n[:6] != "model."}
         found = {
-            name: slices_within(name.removeprefix(MOMENTUM), parts, self.outer_holding)
+            name: slices_within(name.removeprefix(MOMENTUM), parts, self.holding)
             for name, parts in served.items()
         }
         for (name, p), flat in zip(self.named, self._residuals(), strict=True):
@@ -169,7 +168,7 @@ class OuterClient(ServerStrategy):
     @torch.no_grad()
     def load_outer(self, own: StateSource, mean: StateSource, step: int) -> None:
         """Take over the state after `step`: `own` is this replica's, `mean` that over all."""
-        source = OuterSource(mean, self.anchor, self.rule, self.outer_holding)
+        source = OuterSource(mean, self.anchor, self.rule, self.holding)
         self.load_state_dict(source, self.window_of(step + 1))
         flats = self._residuals()
         for (name, p), flat in zip(self.named, flats, strict=True):
