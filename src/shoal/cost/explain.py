@@ -143,7 +143,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         tied=[
             TiedParameter(name, holders, count * size)
             for name, (count, size) in sizes.items()
-            if len(holders := [*facts.ranks[0].pipeline_ranks(name)]) > 1
+            if len(holders := [*facts.pipeline_ranks(name)]) > 1
         ],
         bubble=bubble_of(plan, _splits(found)) if found else None,
         cuts=cuts_of(tensor, facts, moves, total) if tensor else None,

@@ -39,7 +39,7 @@ def _pipeline(layout: RankLayout) -> list[Message]:
     ]
     count = num_bytes = 0
     for p in layout.trained:
-        holders = layout.pipeline_ranks(p.name)
+        holders = layout.facts.pipeline_ranks(p.name)
         if len(holders) > 1:
             rounds = times // layout.plan.num_microbatches
             count += rounds

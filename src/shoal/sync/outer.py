@@ -439,7 +439,7 @@ def _outer_buckets(layout: RankLayout) -> list[tuple[int, int]]:
     for run in split_fragments([p.num_bytes for p in named], layout.plan.fragments):
         kinds: dict[object, list[LocalParameter]] = {}
         for p in named[run.start : run.stop]:
-            holders = layout.pipeline_ranks(p.name)
+            holders = layout.facts.pipeline_ranks(p.name)
             kinds.setdefault((p.dtype, holders if len(holders) > 1 else ()), []).append(p)
         for own in kinds.values():
             found.append((sum(p.num_elements for p in own), max(4, own[0].dtype.itemsize)))

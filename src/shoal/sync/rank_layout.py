@@ -118,6 +118,12 @@ class PlanFacts:
     def ranks(self) -> list["RankLayout"]:
         return [RankLayout(self, rank) for rank in range(self.plan.num_ranks)]
 
+    def pipeline_ranks(self, name: str) -> tuple[int, ...]:
+        """Those that hold a parameter."""
+        found, plan = self.survey.stages, self.plan
+        users = [0] if found is None else found.holders[name]
+        return tuple(sorted({rank_of_stage(s, plan.pipeline, plan.schedule) for s in users}))
+
     @cached_property
     def norm_blocks(self) -> int:
         """The blocks of the gradient norm, of all ranks of a replica; all replicas are alike."""
@@ -171,12 +177,6 @@ class RankLayout:
         if found is None:
             return {p.name for p in self.facts.parameters}
         return found.held_by([stage.index for stage in self.stages])
-
-    def pipeline_ranks(self, name: str) -> tuple[int, ...]:
-        """Those that hold a parameter."""
-        found, plan = self.facts.survey.stages, self.plan
-        users = [0] if found is None else found.holders[name]
-        return tuple(sorted({rank_of_stage(s, plan.pipeline, plan.schedule) for s in users}))
 
     @cached_property
     def parameters(self) -> list[LocalParameter]:
