@@ -25,14 +25,14 @@ from shoal.sync.rank_layout import RankLayout
 from shoal.sync.rounds import blocks_by_rank
 
 
-class Stripes(NamedTuple):
+class PeerStripes(NamedTuple):
     """A vector, cut among the ranks of a replica that hold the same. All of it, if it is short."""
 
     alike: Group
     bounds: list[int]
 
     @classmethod
-    def of(cls, count: int, alike: Group, block: int = 1) -> "Stripes":
+    def of(cls, count: int, alike: Group, block: int = 1) -> "PeerStripes":
         """Of so many elements, in whole blocks."""
         return cls(alike, stripe_bounds(count, alike.num_ranks, block))
 
@@ -68,7 +68,7 @@ class StagedAverage:
         tree = TreeReduce(group, blocks_by_rank(group.num_ranks, group.num_ranks))
         for same in _group_by_dtype(tensors):
             flat = torch.cat([t.reshape(-1) for t in same])
-            stripes = Stripes.of(flat.numel(), alike)
+            stripes = PeerStripes.of(flat.numel(), alike)
             reduction = tree.start([flat[stripes.own.start : stripes.own.stop]])
             reduction.fold()
             mean = stripes.gather(reduction.finish().div_(group.num_ranks))

@@ -31,7 +31,7 @@ from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule, split_fragments
 from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.layout import LocalLayout, Slice, slices_of, slices_of_run
-from shoal.sync.averaging import Stripes, average_messages, gather_message, own_stripe
+from shoal.sync.averaging import PeerStripes, average_messages, gather_message, own_stripe
 from shoal.sync.costs import Amount, Message
 from shoal.sync.rank_layout import LocalParameter, RankLayout
 from shoal.sync.rounds import blocks_by_rank
@@ -71,7 +71,7 @@ class FlatFragment:
         self.residual: Tensor | None = None  # not sent yet of the own stripe
         self.owed: Tensor | None = None  # not sent yet of this rank's share of the mean
         self.share = range(0)
-        self._stripes = Stripes.of(0, Group())
+        self._stripes = PeerStripes.of(0, Group())
         self.sent: Tensor | None = None  # the weights, while they are under way
         self._reduction: CompressedSum | Reduction | None = None
         self._is_folded = False
@@ -84,7 +84,7 @@ class FlatFragment:
         self.group, codec = group, self.rule.codec
         block = 1 if codec is None else codec.block
         alike = alike if group.num_ranks > 1 else Group()  # alone there is nothing to bring
-        self._stripes = Stripes.of(self.anchor.numel(), alike, block)
+        self._stripes = PeerStripes.of(self.anchor.numel(), alike, block)
         if codec is None:
             return
         if self.residual is None:  # a replica of several ranks keeps them, and so the stripe
