@@ -11,11 +11,9 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import as_json, print_json
-from shoal.errors import UsageError
+from shoal.cli.output import as_json, print_json, write_picture
 
 if TYPE_CHECKING:
-    from shoal.cost.simulation_report import SimulationReport
     from shoal.system.fork_server import WorkerMain, WorkerSpec
 
 
@@ -185,7 +183,9 @@ def _simulate(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> i
         content = (directory / "report").read_bytes()
     found = msgspec.msgpack.decode(content, type=SimulationReport)
     if given["svg"] is not None:
-        _draw(found, recipe, given["svg"])
+        from shoal.cost.simulation_svg import draw_simulation
+
+        write_picture(given["svg"], draw_simulation(found, recipe))
     if given["as_json"]:
         print_json(found.as_json())
         return 0
@@ -206,17 +206,5 @@ def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any], clus
     return make_report(load_recipe(recipe, settings), cluster, given)
 
 
-def _start_no_rank(birth: "WorkerSpec") -> int:
+def _start_no_rank(spec: "WorkerSpec") -> int:
     raise AssertionError("a simulation starts no ranks")
-
-
-def _draw(found: "SimulationReport", recipe: str, path: Path) -> None:
-    from shoal.cost.simulation_svg import draw_simulation
-
-    try:
-        path.write_text(draw_simulation(found, recipe), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"The picture cannot be written to {path}: {error.strerror}. "
-            "Choose another file with --svg FILE."
-        ) from error
