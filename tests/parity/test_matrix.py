@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.parity.conftest import OF_TRANSFORMERS, Verify, verify_in
 from tests.zoo import MORE, TEN
 
 ZOO = str(Path(__file__).parents[1] / "zoo.py")
@@ -37,6 +38,14 @@ PLANS = {
     "data=2 zero=1 offload=optimizer": "towers",
 }
 FEW = ("data=2 zero=3", "tensor=2", "pipeline=2 schedule=zero-bubble", "data=2 zero=1 pipeline=2")
+
+
+@pytest.fixture
+def verify(request: pytest.FixtureRequest, tmp_path: Path) -> Verify:
+    """In a process that has imported the model's package, if that is slow."""
+    cell = getattr(request.node, "callspec", None)
+    is_slow = cell is not None and cell.params["model"] in OF_TRANSFORMERS
+    return verify_in(request.getfixturevalue("warm_pool" if is_slow else "pool"), tmp_path)
 
 
 def same(verify: Any, model: str, plan: str, steps: int) -> None:
