@@ -25,8 +25,8 @@ _AT_ONCE = 4000  # spans in one event
 def parse_steps(text: str) -> range:
     """The steps that `--trace` names, both ends included and counted from 1. Pure."""
     first, colon, last = text.partition(":")
-    words = [first, last if colon else first]
-    if not all(word.strip().isdecimal() for word in words):
+    words = [word.strip() for word in (first, last if colon else first)]
+    if not all(map(str.isdecimal, words)):
         raise UsageError(
             f"--trace {text}: these are no steps. Give the first and the last, as in --trace "
             "100:110, or one, as in --trace 100."
