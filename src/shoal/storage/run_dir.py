@@ -40,13 +40,10 @@ class RunDir:
         _refuse_unwritable(str(path or ""), "run directory")
         if resume:
             path = _last_of(recipe) if path is None else path
-        self._made: list[Path] = []  # directories that this run made, in order
+        self._made: list[Path]  # directories that this run made, in order
         self._began = False
         try:
-            if path is None:
-                self.path, self._made = _next_free(recipe)
-            else:
-                self.path = path
+            self.path, self._made = _next_free(recipe) if path is None else (path, [])
             if not (self.path / "logs").exists():
                 self._made += _make(self.path / "logs")
             self._lock = _lock(self.path)
