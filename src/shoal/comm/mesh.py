@@ -258,6 +258,7 @@ class LauncherSeat:
         mesh = Mesh.form(group, axes, world.device)
         if self._groups:
             self._groups += [mesh.world, mesh.data, mesh.tensor, mesh.pipeline]
+            self._groups += [mesh.peers, mesh.own.world, mesh.own.data]
         return mesh
 
     def reform(self, lost: GroupLost) -> Mesh:
