@@ -30,6 +30,7 @@ from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
 from shoal.sync.choose import strategy_class
 from shoal.sync.costs import MemoryUse, Message, StepCosts
+from shoal.sync.host_state import why_apart
 from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout
 from shoal.sync.server.costs import aggregator_costs, server_costs
 from shoal.training.build import BuiltModel, build_model
@@ -171,6 +172,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
         if buffer is not None
     ]
     optimizer = run.make_optimizer(model)
+    shares = run.leaves_weights and not why_apart(model, optimizer)
     parameters = [
         ModelParameter(name, tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in model.named_parameters()
@@ -199,6 +201,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
         tables=uses if plan.num_servers else {},
         is_lazy=bool(lazy),
         phases=phases,
+        shares=shares,
     )
 
 

@@ -56,6 +56,7 @@ def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:
         return
     trainer.strategy.detach()
     trainer.take_place(mesh._replace(counts=tuple(move.after)))
+    trainer.strategy.settled()
     if mesh.rank == 0:
         trainer.seat.emit(
             BalancedEvent(

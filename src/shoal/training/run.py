@@ -188,6 +188,11 @@ class Run:
         return saves or self.evaluates_after(step) or step == self.num_steps()
 
     @property
+    def leaves_weights(self) -> bool:
+        """Whether nothing of the recipe acts on the model between two updates."""
+        return self.step is None and not has_callbacks(self)
+
+    @property
     def meets_every(self) -> list[int]:
         """After how many steps each time, beside the last, the whole state is wanted."""
         evaluates = None if self.evaluate is None else self.evaluates_every

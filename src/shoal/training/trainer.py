@@ -79,7 +79,9 @@ class Trainer:
         self.state = LoopState.of(self.callbacks)  # that the loop keeps
         self.loss_scale, self.progress = LossScale(plan.precision), RankProgress()
         scale = self.loss_scale
-        self.strategy = make_strategy(plan, run.num_steps(), run.meets_after, lambda: scale.value)
+        self.strategy = make_strategy(
+            plan, run.num_steps(), run.meets_after, lambda: scale.value, self._why_apart()
+        )
         self.consistency = Consistency(run.check_every, seat.emit)
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
@@ -266,9 +268,16 @@ class Trainer:
             self._unseen, self._num_heard = self.last_info, 0
             self._is_fresh = not self.strategy.in_lockstep and self.progress.served < self.step
         self.checkpointer.restore(self)
+        self.strategy.settled()
         if self.loop is not None:
             self.loop.settled(self.optimizer)
         self.seat.formed(self.step)
+
+    def _why_apart(self) -> str:
+        """What else than updates may write to weights, so that ranks do not share them."""
+        if self.loop is None and self.run.leaves_weights:
+            return ""
+        return "callbacks, a script's loop or a step of the recipe's own may write to them"
 
     def _check(self) -> Check:
         """What to do in a new group before all else. Ranks that a script makes may be unlike."""

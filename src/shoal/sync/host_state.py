@@ -1,0 +1,448 @@
+"""One copy of parameters and optimizer state for all ranks of a host; each updates a share.
+
+All of it stands in one segment of shared memory: the parameters, what the optimizer keeps of them,
+and each rank's gradient. When all gradients are complete, each rank adds up its share of them where
+they stand, in the tree's order, and steps on it, a chunk at a time, so that a sum is used while it
+is in the cache. Nothing is sent: the parameters are the others' parameters too. A rank that dies in
+the middle of it tears nothing (`comm/update_log.py`).
+
+Bytes of each of N ranks, a parameter in fp32 and Adam: (12 + 4N)/N, and the log of a chunk. When
+not to use it: over several hosts, on GPUs, or if replicas are to be compared with one another
+(`memory=apart`). `why_apart` says what else it is not for.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from shoal.comm.collectives import COLLECTIVE_TIMEOUT, Group
+from shoal.comm.shared_memory import NotShared, SegmentHandle, SharedSegment
+from shoal.comm.tree import Block, fold
+from shoal.comm.update_log import UpdateLog, words_bytes
+from shoal.faults import faultpoint
+from shoal.logs import warn_once
+from shoal.numerics.fused_steps import (
+    Runs,
+    StepGroup,
+    begin_count,
+    count_of,
+    step_groups,
+    why_not_in_runs,
+)
+from shoal.numerics.reserved import ReservedParameter
+from shoal.parallel.zero_layout import FlatBuffer, lay_out_buffers
+from shoal.sync.digests import NamedTensor
+from shoal.sync.state import broadcast_bytes
+
+CHUNK = 1 << 17  # elements that are added up and stepped on at a time
+_ITEM = 4  # bytes of an element
+_PAGE = 4096
+Sum = int | tuple["Sum", "Sum"]  # a row of the memory, or what to add
+
+
+class MemoryLayout(NamedTuple):
+    """Where everything stands, in elements from the first row on. Pure."""
+
+    buffers: list[FlatBuffer]
+    offsets: list[int]  # of the buffers in a row
+    length: int  # of a row
+    num_slots: int  # tensors of optimizer state of a parameter
+    blocks: Sequence[Sequence[Block]]  # of the pieces of each rank: a row of gradients for each
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], num_slots: int, blocks: Sequence[Sequence[Block]]
+    ) -> "MemoryLayout":
+        buffers = lay_out_buffers([(n, _ITEM, None) for n in lengths], len(blocks), may_cut=True)
+        *offsets, length = accumulate((buffer.starts[-1] for buffer in buffers), initial=0)
+        return cls(buffers, offsets, length, num_slots, blocks)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.blocks)
+
+    def first_gradient(self, rank: int) -> int:
+        """The row of a rank's first block; rows before are parameters and state."""
+        return 1 + self.num_slots + sum(map(len, self.blocks[:rank]))
+
+    @property
+    def num_rows(self) -> int:
+        return self.first_gradient(self.num_ranks)
+
+    @property
+    def log_length(self) -> int:
+        """Of one rank's log: the parameters of a chunk, and their state."""
+        return (1 + self.num_slots) * CHUNK
+
+    @property
+    def head_bytes(self) -> int:
+        return -(-words_bytes(self.num_ranks) // _PAGE) * _PAGE
+
+    @property
+    def num_bytes(self) -> int:
+        count = self.num_rows * self.length + self.num_ranks * self.log_length
+        return self.head_bytes + _ITEM * count
+
+    def sum(self) -> Sum:
+        """The rows of gradients, in the order in which they are added."""
+        rows: dict[Block, Sum] = {}
+        for rank, blocks in enumerate(self.blocks):
+            first = self.first_gradient(rank)
+            rows |= {block: first + number for number, block in enumerate(blocks)}
+        return fold(rows, sum(block.num_pieces for block in rows), lambda a, b: (a, b))
+
+    def segments(self, rank: int) -> Iterator["Segment"]:
+        """What a rank owns of each parameter."""
+        for buffer, offset in zip(self.buffers, self.offsets, strict=True):
+            for s in buffer.segments(rank):
+                yield Segment(s.parameter, s.start, offset + s.place, s.length)
+
+    def chunks(self, rank: int) -> list["Chunk"]:
+        """Each buffer's share of a rank, cut at multiples of the alignment."""
+        made = []
+        owned = list(self.segments(rank))
+        for buffer, offset in zip(self.buffers, self.offsets, strict=True):
+            first, last = (offset + cut for cut in buffer.cuts[rank : rank + 2])
+            for start in range(first, last, CHUNK):
+                stop = min(start + CHUNK, last)
+                made.append(Chunk(start, stop, [s for s in owned if s.overlaps(start, stop)]))
+        return made
+
+
+class Segment(NamedTuple):
+    """Elements of one parameter that one rank owns."""
+
+    parameter: int
+    start: int  # in it
+    place: int  # in a row
+    length: int
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        return self.place < stop and start < self.place + self.length
+
+
+class Chunk(NamedTuple):
+    """What is stepped on together: from `start` to `stop` in a row."""
+
+    start: int
+    stop: int
+    segments: list[Segment]  # that reach into it
+
+    def runs(self) -> Iterator[tuple[int, slice]]:
+        """Each parameter, and its elements in the row."""
+        for s in self.segments:
+            yield s.parameter, slice(max(s.place, self.start), min(s.place + s.length, self.stop))
+
+
+def why_apart(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Why ranks of a host cannot share these parameters and their state, in words; or ""."""
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    for name, p in trained:
+        if type(p) is not nn.Parameter or isinstance(p, ReservedParameter):
+            return f"{name} is a {type(p).__name__}"
+        if p.dtype != torch.float32 or p.device.type != "cpu" or not p.is_contiguous():
+            return f"{name} is not of float32 and contiguous on the CPU"
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for _, p in trained if p.numel())
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
+        return "parameters are views of one another"
+    return why_not_in_runs(optimizer)
+
+
+class HostState:
+    """One rank's view of the memory. Order of calls: `settle`, when all hold the same; then for
+    each step `add_up`, if sums are wanted before it, and `step`. Every rank calls them."""
+
+    def __init__(
+        self,
+        segment: SharedSegment,
+        layout: MemoryLayout,
+        group: Group,
+        named: Sequence[tuple[str, nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+    ):
+        self.layout, self._group, self._named, self._optimizer = layout, group, named, optimizer
+        self._memory = segment
+        floats = segment.bytes[layout.head_bytes :].view(torch.float32)
+        self.rows = [floats[k * layout.length :][: layout.length] for k in range(layout.num_rows)]
+        logs = floats[layout.num_rows * layout.length :]
+        self.logs = [
+            logs[r * layout.log_length :][: layout.log_length].view(-1, CHUNK)
+            for r in range(layout.num_ranks)
+        ]
+        timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
+        self._log = UpdateLog(segment, group.rank, layout.num_ranks, timeout_s, group.is_lost)
+        self._places = {
+            i: offset + start
+            for buffer, offset in zip(layout.buffers, layout.offsets, strict=True)
+            for i, start in zip(buffer.indices, buffer.starts, strict=False)
+        }
+        self._groups = step_groups(optimizer)
+        self.groups = [self._groups.get(p) for _, p in named]
+        self.names = {name for name, _ in named}
+        self._segments = list(layout.segments(group.rank))
+        self._update = _Update(self)
+        self.is_settled = False  # whether the parameters stand here
+
+    @classmethod
+    def make(
+        cls,
+        group: Group,
+        named: Sequence[tuple[str, nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+        blocks: Sequence[Sequence[Block]],
+    ) -> "HostState | None":
+        """None if the memory cannot be had. Every rank must call it, and gets the same answer."""
+        groups = step_groups(optimizer)
+        num_slots = max((len(groups[p].keys) for _, p in named if p in groups), default=0)
+        layout = MemoryLayout.of([p.numel() for _, p in named], num_slots, blocks)
+        segment = _share(group, layout.num_bytes) if layout.length else None
+        return None if segment is None else cls(segment, layout, group, named, optimizer)
+
+    # ---- where things stand
+
+    def gradient_rows(self, number: int) -> list[Tensor]:
+        """This rank's part of the memory for the gradients of a buffer, by block."""
+        first = self.layout.first_gradient(self._group.rank)
+        count, offset = len(self.layout.blocks[self._group.rank]), self.layout.offsets[number]
+        length = self.layout.buffers[number].starts[-1]
+        return [self.rows[first + k][offset : offset + length] for k in range(count)]
+
+    def last_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Where the gradient of this rank's last piece is wanted."""
+        row = self.layout.first_gradient(self._group.rank + 1) - 1
+        return {p: self._view(row, i) for i, (_, p) in enumerate(self._named)}
+
+    def own_gradients(self) -> list[Tensor]:
+        """Of this rank's elements, by segment: their sum, once `add_up` was called."""
+        row = self.rows[self.layout.first_gradient(self._group.rank)]
+        return [row[s.place : s.place + s.length] for s in self._segments]
+
+    def own_segments(self) -> list[tuple[str, Segment]]:
+        return [(self._named[s.parameter][0], s) for s in self._segments]
+
+    def own_parameters(self) -> Iterator[NamedTensor]:
+        """What this rank alone writes of the parameters."""
+        for name, s in self.own_segments():
+            yield self._own(0, s), ("model", name)
+
+    def own_state(self) -> Iterator[NamedTensor]:
+        """And of the optimizer's state."""
+        for name, s in self.own_segments():
+            p = self._named[s.parameter][1]
+            for slot, key in enumerate(self._groups[p].keys if p in self._groups else ()):
+                yield self._own(1 + slot, s), ("optimizer", name, key)
+
+    def _own(self, row: int, segment: Segment) -> Tensor:
+        """Without the versions of the memory, to which everything here writes."""
+        return self.rows[row][segment.place : segment.place + segment.length].data
+
+    def _view(self, row: int, number: int) -> Tensor:
+        p, place = self._named[number][1], self._places[number]
+        return self.rows[row][place : place + p.numel()].view(p.shape)
+
+    # ---- what is done
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Let parameters and state, which all ranks hold alike, stand here. Every rank calls it."""
+        self._log.begin()
+        for s in self._segments:
+            p = self._named[s.parameter][1]
+            state = self._optimizer.state.get(p, {})
+            keys = self._groups[p].keys if p in self._groups else ()
+            for row, value in enumerate([p.detach(), *(state.get(key) for key in keys)]):
+                place = self.rows[row][s.place : s.place + s.length]
+                if value is None:
+                    place.zero_()
+                else:
+                    place.copy_(value.reshape(-1)[s.start : s.start + s.length])
+        sent = self._group.bytes_sent
+        self._group.all_gather_numbers([True])
+        self._group.bytes_sent = sent  # a start is not counted
+        for i, (_, p) in enumerate(self._named):
+            p.data = self._view(0, i)
+            state = self._optimizer.state.get(p, {})
+            for slot, key in enumerate(self._groups[p].keys if p in self._groups else ()):
+                if state.get(key) is not None:
+                    state[key] = self._view(1 + slot, i)
+        self.is_settled = True
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Let parameters and state stand in this rank's own memory again."""
+        for _, p in self._named:
+            p.data = p.data.clone()
+            state = self._optimizer.state.get(p, {})
+            for key in self._groups[p].keys if p in self._groups else ():
+                if state.get(key) is not None:
+                    state[key] = state[key].clone()
+
+    def leave(self) -> None:
+        """The group is left; what others do here waits for this rank no longer."""
+        self._log.leave()
+
+    def begin(self) -> None:
+        """A step begins, perhaps again."""
+        self._update.is_added = False
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Put the sum of this rank's elements in the place of its own gradient."""
+        self._update.add_up(self._group.rank)
+
+    @torch.no_grad()
+    def step(self, scale: float, touched: Sequence[bool], keeps: bool) -> None:
+        """Scale the gradient and step; no parameter that no piece touched is stepped on. If it
+        `keeps` them, this rank's elements of the gradient are in `own_gradients` afterwards."""
+        self._update.prepare(scale, touched, keeps)
+        self._log.update(self._update)
+        self._update.end()
+        increment_version([p for _, p in self._named])
+
+    def begin_state(self, touched: Sequence[bool]) -> "tuple[list[Tensor | None], list[bool]]":
+        """Count the step of each parameter that is touched; which of them had no momentum yet."""
+        counts: list[Tensor | None] = [None] * len(self._named)
+        is_first = [False] * len(self._named)
+        for i, (_, p) in enumerate(self._named):
+            group = self._groups.get(p)
+            if group is None or not group.keys or not touched[i]:
+                continue
+            state = self._optimizer.state[p]
+            missing = [key for key in group.keys if state.get(key) is None]
+            if group.counts:
+                if missing:
+                    begin_count(state)
+                counts[i] = count_of(state)
+            is_first[i] = bool(missing) and not group.counts
+            for slot, key in enumerate(group.keys):
+                if key in missing:
+                    state[key] = self._view(1 + slot, i)
+        if counted := [count for count in counts if count is not None]:
+            torch._foreach_add_(counted, 1)
+        return counts, is_first
+
+
+class _Update:
+    """An update, chunk by chunk: of this rank's share, or in the stead of one that died.
+
+    The gradients stay what they are until a chunk is marked, so that it can be done again.
+    """
+
+    def __init__(self, held: HostState):
+        self._held, self._sum = held, held.layout.sum()
+        self._chunks: dict[int, list[Chunk]] = {}  # by rank
+        self._scratch = [torch.empty(CHUNK) for _ in range(max(1, _depth(self._sum)))]
+        self.is_added = False
+        self._number = 0  # of updates in this group, for faults
+
+    def prepare(self, scale: float, touched: Sequence[bool], keeps: bool) -> None:
+        self._scale, self._touched, self._keeps = scale, touched, keeps
+
+    def end(self) -> None:
+        self._number += 1
+
+    def add_up(self, rank: int) -> None:
+        if self.is_added:
+            return
+        row = self._held.rows[self._held.layout.first_gradient(rank)]
+        for chunk in self._of(rank):
+            place = slice(chunk.start, chunk.stop)
+            row[place].copy_(self._added(self._sum, place))
+        self.is_added = True
+
+    # ---- what `UpdateLog` asks for
+
+    def begin(self) -> None:
+        self._counts, self._is_first = self._held.begin_state(self._touched)
+
+    def count(self, rank: int) -> int:
+        return len(self._of(rank))
+
+    def log(self, rank: int, number: int) -> None:
+        self._each(rank, number, lambda held, log: log.copy_(held))
+
+    def put_back(self, rank: int, number: int) -> None:
+        self._each(rank, number, lambda held, log: held.copy_(log))
+
+    def change(self, rank: int, number: int) -> None:
+        held, chunk = self._held, self._of(rank)[number]
+        place, own = slice(chunk.start, chunk.stop), held.layout.first_gradient(rank)
+        found = self._added(own if self.is_added else self._sum, place)
+        gradient = self._scratch[0][: chunk.stop - chunk.start]
+        if self._scale != 1.0:
+            torch.mul(found, self._scale, out=gradient)
+        elif found.data_ptr() != gradient.data_ptr():
+            gradient.copy_(found)
+        for group, is_first, runs in self._runs(chunk, gradient):
+            faultpoint("update.logged", self._number)
+            group.step(runs, is_first)
+        faultpoint("update.torn", self._number)
+        if self._keeps:
+            held.rows[own][place].copy_(gradient)
+
+    def _runs(self, chunk: Chunk, gradient: Tensor) -> Iterable[tuple[StepGroup, bool, Runs]]:
+        """What is stepped on together: of one group, with momentum or yet without."""
+        found: dict[tuple[int, bool], tuple[StepGroup, bool, Runs]] = {}
+        for i, place in chunk.runs():
+            group, is_first, count = self._held.groups[i], self._is_first[i], self._counts[i]
+            if group is None or not self._touched[i]:
+                continue
+            key = id(group.group), is_first
+            if key not in found:
+                found[key] = group, is_first, Runs([], [], [[] for _ in group.keys], [])
+            *_, runs = found[key]
+            runs.parameters.append(self._held.rows[0][place])
+            runs.gradients.append(gradient[place.start - chunk.start : place.stop - chunk.start])
+            for row, values in enumerate(runs.state, start=1):
+                values.append(self._held.rows[row][place])
+            if count is not None:
+                runs.counts.append(count)
+        return found.values()
+
+    def _each(self, rank: int, number: int, do: Callable[[Tensor, Tensor], object]) -> None:
+        chunk, held = self._of(rank)[number], self._held
+        for row, log in zip(held.rows, held.logs[rank], strict=False):
+            do(row[chunk.start : chunk.stop], log[: chunk.stop - chunk.start])
+
+    def _of(self, rank: int) -> list[Chunk]:
+        if rank not in self._chunks:
+            self._chunks[rank] = self._held.layout.chunks(rank)
+        return self._chunks[rank]
+
+    def _added(self, what: Sum, place: slice, level: int = 0) -> Tensor:
+        if isinstance(what, int):
+            return self._held.rows[what][place]
+        left, right = self._added(what[0], place, level), self._added(what[1], place, level + 1)
+        return torch.add(left, right, out=self._scratch[level][: place.stop - place.start])
+
+
+def _depth(what: Sum) -> int:
+    """Scratch rows that a sum needs."""
+    return 0 if isinstance(what, int) else max(_depth(what[0]), 1 + _depth(what[1]))
+
+
+def _share(group: Group, num_bytes: int) -> SharedSegment | None:
+    """Memory that all ranks of the group have, or none."""
+    segment, why, place = None, "", b""
+    if group.rank == 0:
+        try:
+            segment = SharedSegment.create(num_bytes)
+            place = msgspec.json.encode(segment.place)
+        except NotShared as error:
+            why = str(error)
+    place = broadcast_bytes(group, 0, place)
+    if group.rank and place:
+        try:
+            handle = msgspec.json.decode(place, type=SegmentHandle)
+            segment = SharedSegment.open(handle, num_bytes + _PAGE)
+        except (NotShared, msgspec.MsgspecError) as error:
+            why = str(error)
+    have_it = all(row[0] for row in group.all_gather_numbers([segment is not None]))
+    if why:
+        warn_once(f"Ranks of one host hold parameters of their own: {why}")
+    return segment if have_it else None
