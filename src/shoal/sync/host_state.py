@@ -11,7 +11,7 @@ not to use it: over several hosts, on GPUs, or if replicas are to be compared wi
 (`memory=apart`). `why_apart` says what else it is not for.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -186,6 +186,7 @@ class HostState:
         self.names = {name for name, _ in named}
         self._segments = list(layout.segments(group.rank))
         self._update = _Update(self)
+        self._kept: Tensor | None = None
         self.is_settled = False  # whether the parameters stand here
 
     @classmethod
@@ -218,8 +219,10 @@ class HostState:
         return {p: self._view(row, i) for i, (_, p) in enumerate(self._named)}
 
     def own_gradients(self) -> list[Tensor]:
-        """Of this rank's elements, by segment: their sum, once `add_up` was called."""
+        """Of this rank's elements, by segment: their sum, once `add_up` was called; after an update
+        that keeps the gradient, as it was stepped on."""
         row = self.rows[self.layout.first_gradient(self._group.rank)]
+        row = row if self._kept is None else self._kept
         return [row[s.place : s.place + s.length] for s in self._segments]
 
     def own_segments(self) -> list[tuple[str, Segment]]:
@@ -288,7 +291,7 @@ class HostState:
 
     def begin(self) -> None:
         """A step begins, perhaps again."""
-        self._update.is_added = False
+        self._update.is_added, self._kept = False, None
 
     @torch.no_grad()
     def add_up(self) -> None:
@@ -299,9 +302,11 @@ class HostState:
     def step(self, scale: float, touched: Sequence[bool], keeps: bool) -> None:
         """Scale the gradient and step; no parameter that no piece touched is stepped on. If it
         `keeps` them, this rank's elements of the gradient are in `own_gradients` afterwards."""
-        self._update.prepare(scale, touched, keeps)
+        kept = torch.zeros(self.layout.length) if keeps else None
+        self._update.prepare(scale, touched, kept)
         self._log.update(self._update)
         self._update.end()
+        self._kept = kept
         increment_version([p for _, p in self._named])
 
     def begin_state(self, touched: Sequence[bool]) -> "tuple[list[Tensor | None], list[bool]]":
@@ -327,21 +332,58 @@ class HostState:
         return counts, is_first
 
 
+class _Elements(NamedTuple):
+    """Those of one parameter in a chunk."""
+
+    parameter: int
+    values: Tensor
+    gradient: Tensor
+    state: list[Tensor]
+
+
+class _Views:
+    """A chunk of each row of the memory, and where its sum is made."""
+
+    def __init__(self, chunk: Chunk, held: "HostState", log: Tensor, scratch: Sequence[Tensor]):
+        place, length = slice(chunk.start, chunk.stop), chunk.stop - chunk.start
+        self.place = place
+        self.rows = [row[place] for row in held.rows]
+        self.log = [row[:length] for row in log]
+        self.scratch = [row[:length] for row in scratch]
+        self.gradient = self.scratch[0]
+        self.elements = [
+            _Elements(
+                number,
+                held.rows[0][at],
+                self.gradient[at.start - chunk.start : at.stop - chunk.start],
+                [row[at] for row in held.rows[1 : 1 + held.layout.num_slots]],
+            )
+            for number, at in chunk.runs()
+        ]
+
+    def add(self, what: Sum, level: int = 0) -> Tensor:
+        if isinstance(what, int):
+            return self.rows[what]
+        left, right = self.add(what[0], level), self.add(what[1], level + 1)
+        return torch.add(left, right, out=self.scratch[level])
+
+
 class _Update:
     """An update, chunk by chunk: of this rank's share, or in the stead of one that died.
 
-    The gradients stay what they are until a chunk is marked, so that it can be done again.
+    The gradients stay what they are until the end of it, so that a chunk can be done again.
     """
 
     def __init__(self, held: HostState):
         self._held, self._sum = held, held.layout.sum()
-        self._chunks: dict[int, list[Chunk]] = {}  # by rank
+        self._views: dict[int, list[_Views]] = {}  # by rank
         self._scratch = [torch.empty(CHUNK) for _ in range(max(1, _depth(self._sum)))]
+        self._kept: Tensor | None = None  # the gradient that was stepped on
         self.is_added = False
         self._number = 0  # of updates in this group, for faults
 
-    def prepare(self, scale: float, touched: Sequence[bool], keeps: bool) -> None:
-        self._scale, self._touched, self._keeps = scale, touched, keeps
+    def prepare(self, scale: float, touched: Sequence[bool], kept: Tensor | None) -> None:
+        self._scale, self._touched, self._kept = scale, touched, kept
 
     def end(self) -> None:
         self._number += 1
@@ -349,10 +391,9 @@ class _Update:
     def add_up(self, rank: int) -> None:
         if self.is_added:
             return
-        row = self._held.rows[self._held.layout.first_gradient(rank)]
-        for chunk in self._of(rank):
-            place = slice(chunk.start, chunk.stop)
-            row[place].copy_(self._added(self._sum, place))
+        own = self._held.layout.first_gradient(rank)
+        for views in self._of(rank):
+            views.rows[own].copy_(views.add(self._sum))
         self.is_added = True
 
     # ---- what `UpdateLog` asks for
@@ -364,31 +405,33 @@ class _Update:
         return len(self._of(rank))
 
     def log(self, rank: int, number: int) -> None:
-        self._each(rank, number, lambda held, log: log.copy_(held))
+        views = self._of(rank)[number]
+        for row, log in zip(views.rows, views.log, strict=False):
+            log.copy_(row)
 
     def put_back(self, rank: int, number: int) -> None:
-        self._each(rank, number, lambda held, log: held.copy_(log))
+        views = self._of(rank)[number]
+        for row, log in zip(views.rows, views.log, strict=False):
+            row.copy_(log)
 
     def change(self, rank: int, number: int) -> None:
-        held, chunk = self._held, self._of(rank)[number]
-        place, own = slice(chunk.start, chunk.stop), held.layout.first_gradient(rank)
-        found = self._added(own if self.is_added else self._sum, place)
-        gradient = self._scratch[0][: chunk.stop - chunk.start]
+        views, own = self._of(rank)[number], self._held.layout.first_gradient(rank)
+        found, gradient = views.add(own if self.is_added else self._sum), views.gradient
         if self._scale != 1.0:
             torch.mul(found, self._scale, out=gradient)
-        elif found.data_ptr() != gradient.data_ptr():
+        elif found is not gradient:
             gradient.copy_(found)
-        for group, is_first, runs in self._runs(chunk, gradient):
+        for group, is_first, runs in self._runs(views):
             faultpoint("update.logged", self._number)
             group.step(runs, is_first)
         faultpoint("update.torn", self._number)
-        if self._keeps:
-            held.rows[own][place].copy_(gradient)
+        if self._kept is not None:
+            self._kept[views.place] = gradient
 
-    def _runs(self, chunk: Chunk, gradient: Tensor) -> Iterable[tuple[StepGroup, bool, Runs]]:
+    def _runs(self, views: _Views) -> Iterable[tuple[StepGroup, bool, Runs]]:
         """What is stepped on together: of one group, with momentum or yet without."""
         found: dict[tuple[int, bool], tuple[StepGroup, bool, Runs]] = {}
-        for i, place in chunk.runs():
+        for i, values, gradient, state in views.elements:
             group, is_first, count = self._held.groups[i], self._is_first[i], self._counts[i]
             if group is None or not self._touched[i]:
                 continue
@@ -396,29 +439,20 @@ class _Update:
             if key not in found:
                 found[key] = group, is_first, Runs([], [], [[] for _ in group.keys], [])
             *_, runs = found[key]
-            runs.parameters.append(self._held.rows[0][place])
-            runs.gradients.append(gradient[place.start - chunk.start : place.stop - chunk.start])
-            for row, values in enumerate(runs.state, start=1):
-                values.append(self._held.rows[row][place])
+            runs.parameters.append(values)
+            runs.gradients.append(gradient)
+            for kept, own in zip(runs.state, state, strict=False):
+                kept.append(own)
             if count is not None:
                 runs.counts.append(count)
         return found.values()
 
-    def _each(self, rank: int, number: int, do: Callable[[Tensor, Tensor], object]) -> None:
-        chunk, held = self._of(rank)[number], self._held
-        for row, log in zip(held.rows, held.logs[rank], strict=False):
-            do(row[chunk.start : chunk.stop], log[: chunk.stop - chunk.start])
-
-    def _of(self, rank: int) -> list[Chunk]:
-        if rank not in self._chunks:
-            self._chunks[rank] = self._held.layout.chunks(rank)
-        return self._chunks[rank]
-
-    def _added(self, what: Sum, place: slice, level: int = 0) -> Tensor:
-        if isinstance(what, int):
-            return self._held.rows[what][place]
-        left, right = self._added(what[0], place, level), self._added(what[1], place, level + 1)
-        return torch.add(left, right, out=self._scratch[level][: place.stop - place.start])
+    def _of(self, rank: int) -> list[_Views]:
+        if rank not in self._views:
+            held, log = self._held, self._held.logs[rank]
+            chunks = held.layout.chunks(rank)
+            self._views[rank] = [_Views(chunk, held, log, self._scratch) for chunk in chunks]
+        return self._views[rank]
 
 
 def _depth(what: Sum) -> int:
