@@ -190,7 +190,7 @@ class Run:
     @property
     def leaves_weights(self) -> bool:
         """Whether nothing of the recipe acts on the model between two updates."""
-        return self.step is None and not has_callbacks(self)
+        return self.step is None and not self.callbacks
 
     @property
     def meets_every(self) -> list[int]:
