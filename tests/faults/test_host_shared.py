@@ -58,6 +58,7 @@ def test_a_rank_that_is_stopped_within_an_update_is_replaced(start, apart, point
     "what", ["model.0.weight", pytest.param("exp_avg", marks=pytest.mark.full)]
 )
 def test_a_flipped_bit_ends_the_run_and_names_the_rank(start, what: str) -> None:
-    trained = start(f"step.begin:flip:member=0:step=20:what={what}", plan="data=2").wait()
+    """Rank 1 owns the first layer: gradients come in reverse order."""
+    trained = start(f"step.begin:flip:member=1:step=20:what={what}", plan="data=2").wait()
     assert trained.exit_code == 1
-    assert "State of rank 0 was corrupted" in trained.last_words and what in trained.last_words
+    assert "State of rank 1 was corrupted" in trained.last_words and what in trained.last_words

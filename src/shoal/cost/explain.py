@@ -109,6 +109,10 @@ class Explanation(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
+_SHARED = (
+    "Ranks of one host hold parameters and optimizer state once, and each counts its share of them; "
+    "no gradient is sent. Over several hosts each rank would hold all of it, as with memory=apart."
+)
 _LAZY = (
     "Rows of a shoal.Table take memory once they are touched: the first batch's are counted, "
     "without the rest of their pages."
@@ -154,6 +158,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         notes=[
             *_notes(plan, found),
             *([_phases_note(facts.phases)] if facts.phases else []),
+            *([_SHARED] if facts.ranks[0].shares else []),
             *([_TABLES] if facts.tables else []),
             *([_LAZY] if facts.is_lazy else []),
         ],

@@ -276,7 +276,8 @@ class AllReduce(LockstepStrategy):
         why = "" if data.shares_memory else "they are not of one host, or cannot share memory"
         why = self._but or why or why_apart(held.model, held.optimizer)
         if why:
-            warn_once(f"Each rank holds parameters and optimizer state of its own: {why}.")
+            if not data.rank:
+                warn_once(f"Each rank holds parameters and optimizer state of its own: {why}.")
             return None
         counts = self.mesh.counts
         blocks = blocks_by_rank(self.rounds.num_rounds, data.num_ranks, counts=counts)
