@@ -110,8 +110,8 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 _SHARED = (
-    "Ranks of one host hold parameters and optimizer state once, and each counts its share of them; "
-    "no gradient is sent. Over several hosts each rank would hold all of it, as with memory=apart."
+    "Ranks of one host hold parameters and optimizer state once, and each counts its share; no "
+    "gradient is sent. Over several hosts each rank would hold all of it, as with memory=apart."
 )
 _LAZY = (
     "Rows of a shoal.Table take memory once they are touched: the first batch's are counted, "
