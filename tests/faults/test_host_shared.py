@@ -46,6 +46,13 @@ def test_whoever_stands_in_for_a_dead_rank_may_die_too(start, apart, point: str)
     check_ledger(trained, NUM_STEPS)
 
 
+def test_without_the_memory_each_rank_holds_its_own_and_says_so(start, apart) -> None:
+    trained = start("host_state.share:full:member=0").wait()
+    check_same(trained, apart)
+    told = (trained.run_dir / "logs" / "rank-000.log").read_text()
+    assert "Ranks of one host hold parameters of their own: " in told
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("point", POINTS)
 def test_a_rank_that_is_stopped_within_an_update_is_replaced(start, apart, point: str) -> None:

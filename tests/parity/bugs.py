@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shoal.comm.buckets import GradientBuckets
 from shoal.comm.collectives import Group, Pending
 from shoal.comm.compression import CompressedSum
-from shoal.comm.update_log import UpdateLog
+from shoal.comm.undo_log import UndoLog
 from shoal.data.batches import Piece
 from shoal.numerics.fragments import FragmentSchedule
 from shoal.numerics.norms import gradient_norm
@@ -159,14 +159,14 @@ def peer_left_out() -> None:
 
 def chunk_stepped_on_twice() -> None:
     """As after a death, if nobody put back what was there."""
-    original = UpdateLog._finish
+    original = UndoLog._finish
 
-    def finish(self: UpdateLog, chunks: Any, rank: int, first: int) -> None:
+    def finish(self: UndoLog, chunks: Any, rank: int, first: int) -> None:
         if rank == 0:
             chunks.change(rank, 0)
         original(self, chunks, rank, first)
 
-    UpdateLog._finish = finish  # type: ignore[method-assign]
+    UndoLog._finish = finish  # type: ignore[method-assign]
 
 
 def last_gradient_times(factor: float) -> Callable[[], None]:

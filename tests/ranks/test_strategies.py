@@ -17,7 +17,7 @@ def exact(num_pieces: int) -> AllReduce:
 
 
 def host_shared(num_pieces: int) -> AllReduce:
-    return AllReduce(num_pieces, shares=True)
+    return AllReduce(num_pieces, apart="")
 
 
 def ring(num_pieces: int) -> AllReduce:

@@ -177,7 +177,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
         if buffer is not None
     ]
     optimizer = run.make_optimizer(model)
-    shares = run.leaves_weights and not why_apart(model, optimizer)
+    shares = not (run.writes_weights or why_apart(model, optimizer))
     parameters = [
         ModelParameter(name, tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in model.named_parameters()

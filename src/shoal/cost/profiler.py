@@ -178,7 +178,7 @@ def _may_share(run: Run, subject: Subject) -> bool:
     optimizer = run.make_optimizer(subject.model)
     is_real = subject.mode is None
     why = why_apart(subject.model, optimizer) if is_real else why_not_in_runs(optimizer)
-    return run.leaves_weights and not why
+    return not (run.writes_weights or why)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -52,7 +52,8 @@ class DirectLinears:
 
     def _forward_of(self, layer: nn.Linear, place: Tensor) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
-            if not self._is_armed or not torch.is_grad_enabled() or _is_special(x, layer):
+            is_compiling = torch.compiler.is_compiling()  # first: what follows changes
+            if is_compiling or not self._is_armed or _is_special(x, layer):
                 return linear(x, layer.weight, layer.bias)
             self._uses[layer.weight] += 1
             found: Tensor = _Linear.apply(x, layer.weight, layer.bias, self, place)
@@ -95,8 +96,8 @@ def _is_special(x: Any, layer: nn.Linear) -> bool:
         or x.dtype != layer.weight.dtype
         or x.dim() < 2
         or not x.numel()
+        or not torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
-        or torch.compiler.is_compiling()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
 

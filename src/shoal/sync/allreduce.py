@@ -30,10 +30,9 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import Reduction
 from shoal.comm.tree import PieceSum, RunningSum, total
 from shoal.logs import warn_once
-from shoal.numerics.direct_linear import DirectLinears
 from shoal.numerics.momentum import corrected_momenta, without_momentum
 from shoal.numerics.norms import coalesced, gradient_norm, num_blocks
-from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices, slices_of_run
+from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.costs import (
     Amount,
@@ -71,13 +70,12 @@ class AllReduce(LockstepStrategy):
         exact: bool = True,
         round_size: int = 1,
         packing: GradientPacking | None = None,
-        shares: bool = False,
-        but: str = "",
+        apart: str | None = None,
     ):
-        """It `shares` parameters and state with other ranks of its host where it can; `but` is a
-        reason why not here, in words."""
+        """Ranks of one host hold parameters and state together where they can, if `apart` is "";
+        else it is why they do not, in words, or None if that needs no words."""
         super().__init__(num_pieces, round_size, packing)
-        self.exact, self._shares, self._but, self._keeps = exact, shares, but, False
+        self.exact, self._apart, self._keeps = exact, apart, False
         self.host: HostState | None = None
 
     def attach(
@@ -94,7 +92,7 @@ class AllReduce(LockstepStrategy):
         if self._active is not None:
             self.gradient_sum = RunningSum()
         self.buckets: GradientBuckets[Sum] | None = None
-        before, self.host = self.host, self._share() if self._shares else None
+        before, self.host = self.host, None if self._apart is None else self._share(self._apart)
         if self.host is not None:
             self._attach_to_host(self.host)
         elif before is not None:
@@ -134,10 +132,10 @@ class AllReduce(LockstepStrategy):
             self.buckets.close()
             self.buckets = None
         if self.host is not None:
-            self.linears.close()
             self.host.leave()
 
     def settled(self) -> None:
+        """All ranks hold the same state. Every rank calls it after `attach`, before a step."""
         if self.host is not None:
             self.host.settle()
 
@@ -160,9 +158,8 @@ class AllReduce(LockstepStrategy):
                 self.packing.begin()
             if self.host is not None:
                 self.host.begin()
-                self.linears.begin()
         if last and self.host is not None:
-            self.linears.arm()
+            self.host.linears.arm()
         if last and self.buckets is not None:
             # In a pipeline a gradient is complete only when the whole round is.
             self.buckets.arm(self.gradient_sum, early=self.round_size == 1)
@@ -184,7 +181,7 @@ class AllReduce(LockstepStrategy):
         if (host := self.host) is not None:
             if check:
                 host.add_up()
-            step = partial(host.step, scale, self._touched, self._keeps)
+            step = partial(host.step, scale, self._keeps)
             return self.attached.update(host.own_gradients() if check else (), 1.0, check, step)
         alike = not self.mesh.is_cut  # replicas hold the same gradients, parts of one do not
         if self.packing is None or self.buckets is None:
@@ -197,7 +194,7 @@ class AllReduce(LockstepStrategy):
 
     def gradients(self) -> dict[str, list[Slice]]:
         if self.host is not None:
-            return self._own_gradients(self.host)
+            return self.host.gradients(self.attached.holding)
         present = {n: p.grad.to_dense() for n, p in self.named.items() if p.grad is not None}
         return slices(present, self.attached.holding)
 
@@ -228,9 +225,10 @@ class AllReduce(LockstepStrategy):
         agreed, touched = self.rounds.agree(local, self.buckets.touched, self._finish_sums)
         if self.packing is not None:
             touched = self._with_late(touched)
-        self._touched = touched
         if self.host is None:
             self.buckets.assign_gradients(touched)
+        else:
+            self.host.agreed(touched)
         return agreed
 
     def _finish_sums(self) -> None:
@@ -268,13 +266,13 @@ class AllReduce(LockstepStrategy):
             return _present(self.parameters)
         return (bucket.rows[0] for bucket in self.buckets.buckets)
 
-    def _share(self) -> HostState | None:
+    def _share(self, apart: str) -> HostState | None:
         """What ranks of one host share; None if they cannot, which is said once."""
         data, held = self.mesh.data, self.attached
         if data.num_ranks == 1 or self.mesh.is_cut or not self.parameters:
             return None
         why = "" if data.shares_memory else "they are not of one host, or cannot share memory"
-        why = self._but or why or why_apart(held.model, held.optimizer)
+        why = apart or why or why_apart(held.model, held.optimizer)
         if why:
             if not data.rank:
                 warn_once(f"Each rank holds parameters and optimizer state of its own: {why}.")
@@ -283,7 +281,7 @@ class AllReduce(LockstepStrategy):
         blocks = blocks_by_rank(self.rounds.num_rounds, data.num_ranks, counts=counts)
         if not self.exact:  # a rank's sum is one term
             blocks = blocks_by_rank(data.num_ranks, data.num_ranks)
-        return HostState.make(data, list(self.named.items()), held.optimizer, blocks)
+        return HostState.make(data, held.model, held.optimizer, self.named, blocks)
 
     def _attach_to_host(self, host: HostState) -> None:
         """Gradients go to where all ranks read them, and nothing is sent."""
@@ -292,19 +290,8 @@ class AllReduce(LockstepStrategy):
             rows = host.gradient_rows(number)
             made.append(PlacedBucket(buffer.indices, self.parameters, rows, buffer.starts))
         self.buckets = GradientBuckets(self.parameters, made, len(made[0].rows), self._start)
-        self.linears = DirectLinears(self.attached.model, host.last_gradients())
         own = host.own_segments()
         self._norm = SharedNorm(self.mesh.world, sum(num_blocks(s.length) for _, s in own))
-
-    def _own_gradients(self, host: HostState) -> dict[str, list[Slice]]:
-        found: dict[str, list[Slice]] = {}
-        touched = dict(zip(self.named, self._touched, strict=True))
-        for (name, s), gradient in zip(host.own_segments(), host.own_gradients(), strict=True):
-            if touched[name]:
-                shape, holding = self.named[name].shape, self.attached.holding
-                parts = slices_of_run(name, shape, s.start, gradient, holding)
-                found.setdefault(name, []).extend(parts)
-        return found
 
     def _start(self, bucket: GradientBucket) -> Sum:
         if self.host is not None:

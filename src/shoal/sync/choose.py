@@ -71,7 +71,7 @@ def make_strategy(
         packing = GradientPacking(plan.codec, num_steps, loss_scale)
     if chosen is ZeroSharded:
         return ZeroSharded(plan.num_pieces, plan.zero == 2, round_size, packing)
-    return AllReduce(plan.num_pieces, exact, round_size, packing, plan.shares, apart)
+    return AllReduce(plan.num_pieces, exact, round_size, packing, apart if plan.shares else None)
 
 
 def _push_packing(
@@ -80,6 +80,12 @@ def _push_packing(
     if plan.codec == "none":
         return None
     return GradientPacker(plan.codec, plan.precision == "fp16", num_steps, loss_scale)
+
+
+def settled(strategy: Strategy) -> None:
+    """All ranks of a new mesh hold the same state. Every rank must call it before a step."""
+    if isinstance(strategy, AllReduce):
+        strategy.settled()
 
 
 def wait_for_parameters(strategy: Strategy) -> None:

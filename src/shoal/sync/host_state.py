@@ -4,14 +4,14 @@ All of it stands in one segment of shared memory: the parameters, what the optim
 and each rank's gradient. When all gradients are complete, each rank adds up its share of them where
 they stand, in the tree's order, and steps on it, a chunk at a time, so that a sum is used while it
 is in the cache. Nothing is sent: the parameters are the others' parameters too. A rank that dies in
-the middle of it tears nothing (`comm/update_log.py`).
+the middle of it tears nothing (`comm/undo_log.py`).
 
 Bytes of each of N ranks, a parameter in fp32 and Adam: (12 + 4N)/N, and the log of a chunk. When
 not to use it: over several hosts, on GPUs, or if replicas are to be compared with one another
 (`memory=apart`). `why_apart` says what else it is not for.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -23,9 +23,10 @@ from torch.autograd.graph import increment_version
 from shoal.comm.collectives import COLLECTIVE_TIMEOUT, Group
 from shoal.comm.shared_memory import NotShared, SegmentHandle, SharedSegment
 from shoal.comm.tree import Block, fold
-from shoal.comm.update_log import UpdateLog, words_bytes
+from shoal.comm.undo_log import UndoLog, words_bytes
 from shoal.faults import faultpoint
 from shoal.logs import warn_once
+from shoal.numerics.direct_linear import DirectLinears
 from shoal.numerics.fused_steps import (
     Runs,
     StepGroup,
@@ -35,6 +36,7 @@ from shoal.numerics.fused_steps import (
     why_not_in_runs,
 )
 from shoal.numerics.reserved import ReservedParameter
+from shoal.parallel.layout import LocalLayout, Slice, slices_of_run
 from shoal.parallel.zero_layout import FlatBuffer, lay_out_buffers
 from shoal.sync.digests import NamedTensor
 from shoal.sync.state import broadcast_bytes
@@ -96,13 +98,13 @@ class MemoryLayout(NamedTuple):
             rows |= {block: first + number for number, block in enumerate(blocks)}
         return fold(rows, sum(block.num_pieces for block in rows), lambda a, b: (a, b))
 
-    def segments(self, rank: int) -> Iterator["Segment"]:
+    def segments(self, rank: int) -> Iterator["OwnedRun"]:
         """What a rank owns of each parameter."""
         for buffer, offset in zip(self.buffers, self.offsets, strict=True):
             for s in buffer.segments(rank):
-                yield Segment(s.parameter, s.start, offset + s.place, s.length)
+                yield OwnedRun(s.parameter, s.start, offset + s.place, s.length)
 
-    def chunks(self, rank: int) -> list["Chunk"]:
+    def chunks(self, rank: int) -> list["HeldChunk"]:
         """Each buffer's share of a rank, cut at multiples of the alignment."""
         made = []
         owned = list(self.segments(rank))
@@ -110,11 +112,11 @@ class MemoryLayout(NamedTuple):
             first, last = (offset + cut for cut in buffer.cuts[rank : rank + 2])
             for start in range(first, last, CHUNK):
                 stop = min(start + CHUNK, last)
-                made.append(Chunk(start, stop, [s for s in owned if s.overlaps(start, stop)]))
+                made.append(HeldChunk(start, stop, [s for s in owned if s.overlaps(start, stop)]))
         return made
 
 
-class Segment(NamedTuple):
+class OwnedRun(NamedTuple):
     """Elements of one parameter that one rank owns."""
 
     parameter: int
@@ -126,12 +128,12 @@ class Segment(NamedTuple):
         return self.place < stop and start < self.place + self.length
 
 
-class Chunk(NamedTuple):
+class HeldChunk(NamedTuple):
     """What is stepped on together: from `start` to `stop` in a row."""
 
     start: int
     stop: int
-    segments: list[Segment]  # that reach into it
+    segments: list[OwnedRun]  # that reach into it
 
     def runs(self) -> Iterator[tuple[int, slice]]:
         """Each parameter, and its elements in the row."""
@@ -162,11 +164,12 @@ class HostState:
         segment: SharedSegment,
         layout: MemoryLayout,
         group: Group,
-        named: Sequence[tuple[str, nn.Parameter]],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        named: Mapping[str, nn.Parameter],
     ):
-        self.layout, self._group, self._named, self._optimizer = layout, group, named, optimizer
-        self._memory = segment
+        self.layout, self._group, self._optimizer = layout, group, optimizer
+        self._named, groups = list(named.items()), step_groups(optimizer)
         floats = segment.bytes[layout.head_bytes :].view(torch.float32)
         self.rows = [floats[k * layout.length :][: layout.length] for k in range(layout.num_rows)]
         logs = floats[layout.num_rows * layout.length :]
@@ -175,36 +178,42 @@ class HostState:
             for r in range(layout.num_ranks)
         ]
         timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
-        self._log = UpdateLog(segment, group.rank, layout.num_ranks, timeout_s, group.is_lost)
+        self._log = UndoLog(segment, group.rank, layout.num_ranks, timeout_s, group.is_lost)
         self._places = {
             i: offset + start
             for buffer, offset in zip(layout.buffers, layout.offsets, strict=True)
             for i, start in zip(buffer.indices, buffer.starts, strict=False)
         }
-        self._groups = step_groups(optimizer)
-        self.groups = [self._groups.get(p) for _, p in named]
-        self.names = {name for name, _ in named}
+        self.groups = [groups.get(p) for _, p in self._named]
         self._segments = list(layout.segments(group.rank))
         self._update = _Update(self)
         self._kept: Tensor | None = None
-        self.is_settled = False  # whether the parameters stand here
+        row = layout.first_gradient(group.rank + 1) - 1  # of this rank's last piece
+        wanted = {p: self._view(row, i) for i, (_, p) in enumerate(self._named)}
+        self.linears = DirectLinears(model, wanted)
 
     @classmethod
     def make(
         cls,
         group: Group,
-        named: Sequence[tuple[str, nn.Parameter]],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        named: Mapping[str, nn.Parameter],
         blocks: Sequence[Sequence[Block]],
     ) -> "HostState | None":
         """None if the memory cannot be had. Every rank must call it, and gets the same answer."""
         groups = step_groups(optimizer)
-        num_slots = max((len(groups[p].keys) for _, p in named if p in groups), default=0)
-        layout = MemoryLayout.of([p.numel() for _, p in named], num_slots, blocks)
+        num_slots = max((len(groups[p].keys) for p in named.values() if p in groups), default=0)
+        layout = MemoryLayout.of([p.numel() for p in named.values()], num_slots, blocks)
         segment = _share(group, layout.num_bytes) if layout.length else None
-        return None if segment is None else cls(segment, layout, group, named, optimizer)
+        return None if segment is None else cls(segment, layout, group, model, optimizer, named)
 
     # ---- where things stand
+
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters."""
+        return {name for name, _ in self._named}
 
     def gradient_rows(self, number: int) -> list[Tensor]:
         """This rank's part of the memory for the gradients of a buffer, by block."""
@@ -213,11 +222,6 @@ class HostState:
         length = self.layout.buffers[number].starts[-1]
         return [self.rows[first + k][offset : offset + length] for k in range(count)]
 
-    def last_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Where the gradient of this rank's last piece is wanted."""
-        row = self.layout.first_gradient(self._group.rank + 1) - 1
-        return {p: self._view(row, i) for i, (_, p) in enumerate(self._named)}
-
     def own_gradients(self) -> list[Tensor]:
         """Of this rank's elements, by segment: their sum, once `add_up` was called; after an update
         that keeps the gradient, as it was stepped on."""
@@ -225,7 +229,17 @@ class HostState:
         row = row if self._kept is None else self._kept
         return [row[s.place : s.place + s.length] for s in self._segments]
 
-    def own_segments(self) -> list[tuple[str, Segment]]:
+    def gradients(self, holding: LocalLayout) -> dict[str, list[Slice]]:
+        """The same by name, without parameters that no piece touched."""
+        found: dict[str, list[Slice]] = {}
+        for s, gradient in zip(self._segments, self.own_gradients(), strict=True):
+            if self._touched[s.parameter]:
+                name, p = self._named[s.parameter]
+                parts = slices_of_run(name, p.shape, s.start, gradient, holding)
+                found.setdefault(name, []).extend(parts)
+        return found
+
+    def own_segments(self) -> list[tuple[str, OwnedRun]]:
         return [(self._named[s.parameter][0], s) for s in self._segments]
 
     def own_parameters(self) -> Iterator[NamedTensor]:
@@ -236,11 +250,15 @@ class HostState:
     def own_state(self) -> Iterator[NamedTensor]:
         """And of the optimizer's state."""
         for name, s in self.own_segments():
-            p = self._named[s.parameter][1]
-            for slot, key in enumerate(self._groups[p].keys if p in self._groups else ()):
+            for slot, key in enumerate(self._keys(s.parameter)):
                 yield self._own(1 + slot, s), ("optimizer", name, key)
 
-    def _own(self, row: int, segment: Segment) -> Tensor:
+    def _keys(self, number: int) -> tuple[str, ...]:
+        """Of a parameter's state."""
+        group = self.groups[number]
+        return () if group is None else group.keys
+
+    def _own(self, row: int, segment: OwnedRun) -> Tensor:
         """Without the versions of the memory, to which everything here writes."""
         return self.rows[row][segment.place : segment.place + segment.length].data
 
@@ -256,8 +274,7 @@ class HostState:
         self._log.begin()
         for s in self._segments:
             p = self._named[s.parameter][1]
-            state = self._optimizer.state.get(p, {})
-            keys = self._groups[p].keys if p in self._groups else ()
+            state, keys = self._optimizer.state.get(p, {}), self._keys(s.parameter)
             for row, value in enumerate([p.detach(), *(state.get(key) for key in keys)]):
                 place = self.rows[row][s.place : s.place + s.length]
                 if value is None:
@@ -270,28 +287,33 @@ class HostState:
         for i, (_, p) in enumerate(self._named):
             p.data = self._view(0, i)
             state = self._optimizer.state.get(p, {})
-            for slot, key in enumerate(self._groups[p].keys if p in self._groups else ()):
+            for slot, key in enumerate(self._keys(i)):
                 if state.get(key) is not None:
                     state[key] = self._view(1 + slot, i)
-        self.is_settled = True
 
     @torch.no_grad()
     def give_back(self) -> None:
         """Let parameters and state stand in this rank's own memory again."""
-        for _, p in self._named:
+        for i, (_, p) in enumerate(self._named):
             p.data = p.data.clone()
             state = self._optimizer.state.get(p, {})
-            for key in self._groups[p].keys if p in self._groups else ():
+            for key in self._keys(i):
                 if state.get(key) is not None:
                     state[key] = state[key].clone()
 
     def leave(self) -> None:
         """The group is left; what others do here waits for this rank no longer."""
+        self.linears.close()
         self._log.leave()
 
     def begin(self) -> None:
         """A step begins, perhaps again."""
+        self.linears.begin()
         self._update.is_added, self._kept = False, None
+
+    def agreed(self, touched: Sequence[bool]) -> None:
+        """All know which parameters any piece touched; no other is stepped on."""
+        self._touched = touched
 
     @torch.no_grad()
     def add_up(self) -> None:
@@ -299,11 +321,11 @@ class HostState:
         self._update.add_up(self._group.rank)
 
     @torch.no_grad()
-    def step(self, scale: float, touched: Sequence[bool], keeps: bool) -> None:
-        """Scale the gradient and step; no parameter that no piece touched is stepped on. If it
-        `keeps` them, this rank's elements of the gradient are in `own_gradients` afterwards."""
+    def step(self, scale: float, keeps: bool) -> None:
+        """Scale the gradient and step. If it `keeps` the gradient, `own_gradients` are of it
+        afterwards."""
         kept = torch.zeros(self.layout.length) if keeps else None
-        self._update.prepare(scale, touched, kept)
+        self._update.prepare(scale, self._touched, kept)
         self._log.update(self._update)
         self._update.end()
         self._kept = kept
@@ -314,7 +336,7 @@ class HostState:
         counts: list[Tensor | None] = [None] * len(self._named)
         is_first = [False] * len(self._named)
         for i, (_, p) in enumerate(self._named):
-            group = self._groups.get(p)
+            group = self.groups[i]
             if group is None or not group.keys or not touched[i]:
                 continue
             state = self._optimizer.state[p]
@@ -344,7 +366,7 @@ class _Elements(NamedTuple):
 class _Views:
     """A chunk of each row of the memory, and where its sum is made."""
 
-    def __init__(self, chunk: Chunk, held: "HostState", log: Tensor, scratch: Sequence[Tensor]):
+    def __init__(self, chunk: HeldChunk, held: "HostState", log: Tensor, scratch: Sequence[Tensor]):
         place, length = slice(chunk.start, chunk.stop), chunk.stop - chunk.start
         self.place = place
         self.rows = [row[place] for row in held.rows]
@@ -396,7 +418,7 @@ class _Update:
             views.rows[own].copy_(views.add(self._sum))
         self.is_added = True
 
-    # ---- what `UpdateLog` asks for
+    # ---- what `UndoLog` asks for
 
     def begin(self) -> None:
         self._counts, self._is_first = self._held.begin_state(self._touched)
@@ -465,9 +487,10 @@ def _share(group: Group, num_bytes: int) -> SharedSegment | None:
     segment, why, place = None, "", b""
     if group.rank == 0:
         try:
+            faultpoint("host_state.share")
             segment = SharedSegment.create(num_bytes)
             place = msgspec.json.encode(segment.place)
-        except NotShared as error:
+        except (NotShared, OSError) as error:
             why = str(error)
     place = broadcast_bytes(group, 0, place)
     if group.rank and place:

@@ -123,9 +123,6 @@ class LocalSGD:
         self.model, self.buffers = model, self.inner.buffers
         self._join_group(mesh)
 
-    def settled(self) -> None:
-        """Each rank has all that it needs."""
-
     def detach(self) -> None:
         self.inner.detach()
         if self.outer is not None:

@@ -40,9 +40,6 @@ class LockstepStrategy:
         )
         self.rounds, self.buffers = self.attached.rounds, self.attached.rounds.buffers
 
-    def settled(self) -> None:
-        """Each rank has all that it needs."""
-
     def state_dict(self) -> ShardedState:
         state = self.attached.state().state_dict()
         if (packing := self._active) is None:

@@ -195,10 +195,6 @@ class Strategy(StatefulStrategy, Protocol):
         """Fix the layout and set the hooks. Repeatable after `detach`. Every rank calls it."""
         ...
 
-    def settled(self) -> None:
-        """After `attach`: all ranks hold the same state. Every rank calls it, before a step."""
-        ...
-
     def detach(self) -> None:
         """Let operations under way end and remove the hooks. Never communicates, never raises."""
         ...

@@ -35,6 +35,7 @@ from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
+from shoal.sync.choose import settled
 from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
 from shoal.sync.state import MemorySource, ShardedState
 from shoal.sync.strategy import GlobalStep, LocalStep, Strategy
@@ -90,7 +91,7 @@ class Drive:
 
     def attach(self) -> None:
         self.strategy.attach(self.model, self.optimizer, self.mesh)
-        self.strategy.settled()
+        settled(self.strategy)
         self.own = share(self.mesh.rank, self.mesh.num_ranks, len(self.sizes))
 
     def step(self, step: int, poison: float = 1.0) -> bool:
@@ -136,7 +137,7 @@ class Drive:
                 name, whole, offset = _read(key)
                 tensors.setdefault(name, []).append(Slice(tensor, whole, offset))
         self.strategy.load_state_dict(MemorySource(ShardedState(tensors, plain)), step)
-        self.strategy.settled()
+        settled(self.strategy)
 
     def report(self) -> dict[str, Any]:
         self.strategy.detach()

@@ -188,9 +188,10 @@ class Run:
         return saves or self.evaluates_after(step) or step == self.num_steps()
 
     @property
-    def leaves_weights(self) -> bool:
-        """Whether nothing of the recipe acts on the model between two updates."""
-        return self.step is None and not self.callbacks
+    def writes_weights(self) -> str:
+        """What of the recipe may write to weights between two updates, in words; or ""."""
+        found = "callbacks" if self.callbacks else "a step of the recipe's own"
+        return f"{found} may write to them" if self.callbacks or self.step is not None else ""
 
     @property
     def meets_every(self) -> list[int]:

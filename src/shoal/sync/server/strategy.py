@@ -166,9 +166,6 @@ class ServerStrategy:
         if self._is_mixed:  # the step is committed, and servers have it
             self._pull(self.batch, meets=False)
 
-    def settled(self) -> None:
-        """Each rank has all that it needs."""
-
     def detach(self) -> None:
         self._is_mixed |= hasattr(self, "_lazy_pull") and not self._lazy_pull.is_complete
         self._cleanup.close()

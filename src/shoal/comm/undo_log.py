@@ -48,7 +48,7 @@ class Chunks(Protocol):
     def change(self, rank: int, number: int) -> None: ...
 
 
-class UpdateLog:
+class UndoLog:
     """One rank's view of the rows. `begin`, then `update` as often as there is something to do;
     `leave` at any time. Every rank calls the first two."""
 
