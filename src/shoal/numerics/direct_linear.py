@@ -110,6 +110,7 @@ def _only_uses(model: nn.Module) -> Iterator[nn.Linear]:
             if p is not None:
                 holders[p] = holders.get(p, 0) + 1
     for module in model.modules():
-        is_plain = type(module) is nn.Linear and "forward" not in vars(module)
-        if is_plain and holders.get(module.weight) == 1:
+        if not isinstance(module, nn.Linear) or type(module) is not nn.Linear:
+            continue
+        if "forward" not in vars(module) and holders.get(module.weight) == 1:
             yield module

@@ -59,7 +59,8 @@ class StepGroup(NamedTuple):
         kernel = torch._fused_adamw_ if decays_apart else torch._fused_adam_
         beta1, beta2 = group["betas"]
         settings |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "amsgrad": False}
-        kernel(runs.parameters, runs.gradients, *runs.state, [], runs.counts, **settings)
+        means, squares = runs.state
+        kernel(runs.parameters, runs.gradients, means, squares, [], runs.counts, **settings)
 
 
 class Runs(NamedTuple):
