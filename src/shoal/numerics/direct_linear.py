@@ -22,15 +22,15 @@ class DirectLinears:
     """The linear layers of a model that write their weights' gradients to `places`, from `arm` on
     until `begin`. `close` leaves the model as it was."""
 
-    def __init__(self, model: nn.Module, places: Mapping[nn.Parameter, Tensor]):
+    def __init__(self, model: nn.Module, places: Mapping[Tensor, Tensor]):
         self._is_armed = False
-        self._uses: dict[nn.Parameter, int] = {}  # of each weight, in this piece
+        self._uses: dict[Tensor, int] = {}  # of each weight, in this piece
         self._layers: list[nn.Linear] = []
         for layer in _only_uses(model):
             place = places.get(layer.weight)
             if place is not None and place.numel() >= LEAST_ELEMENTS:
                 self._layers.append(layer)
-                layer.forward = self._forward_of(layer, place)  # type: ignore[method-assign]
+                layer.forward = self._forward_of(layer, place)  # type: ignore[assignment]
 
     def begin(self) -> None:
         """A piece begins that is not the last one."""
@@ -46,7 +46,7 @@ class DirectLinears:
             vars(layer).pop("forward", None)
         self._layers = []
 
-    def takes(self, weight: nn.Parameter) -> bool:
+    def takes(self, weight: Tensor) -> bool:
         """Whether this backward may write, as far as is known by now."""
         return self._is_armed and self._uses.get(weight) == 1 and weight.grad is None
 
@@ -56,7 +56,8 @@ class DirectLinears:
             if is_compiling or not self._is_armed or _is_special(x, layer):
                 return linear(x, layer.weight, layer.bias)
             self._uses[layer.weight] += 1
-            found: Tensor = _Linear.apply(x, layer.weight, layer.bias, self, place)
+            args = (x, layer.weight, layer.bias, self, place)
+            found: Tensor = _Linear.apply(*args)  # type: ignore[no-untyped-call]
             return found
 
         return forward
@@ -64,15 +65,15 @@ class DirectLinears:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, by: Any, place: Tensor
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by: Any, place: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.by, ctx.place, ctx.weight = by, place, weight
         return linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         rows = gradient.reshape(-1, gradient.shape[-1])
@@ -104,7 +105,7 @@ def _is_special(x: Any, layer: nn.Linear) -> bool:
 
 def _only_uses(model: nn.Module) -> Iterator[nn.Linear]:
     """Plain linear layers whose weight no other module has, and whose forward is torch's."""
-    holders: dict[nn.Parameter, int] = {}
+    holders: dict[Tensor, int] = {}
     for module in model.modules():
         for p in module._parameters.values():
             if p is not None:

@@ -189,7 +189,9 @@ class HostState:
         self._update = _Update(self)
         self._kept: Tensor | None = None
         row = layout.first_gradient(group.rank + 1) - 1  # of this rank's last piece
-        wanted = {p: self._view(row, i) for i, (_, p) in enumerate(self._named)}
+        wanted: dict[Tensor, Tensor] = {
+            p: self._view(row, i) for i, (_, p) in enumerate(self._named)
+        }
         self.linears = DirectLinears(model, wanted)
 
     @classmethod

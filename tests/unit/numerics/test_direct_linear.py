@@ -32,7 +32,7 @@ class Recomputed(Network):
         return self.last(F.gelu(x))
 
 
-def places_of(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+def places_of(model: nn.Module) -> dict[Tensor, Tensor]:
     return {p: torch.full_like(p, torch.nan).detach() for p in model.parameters()}
 
 
