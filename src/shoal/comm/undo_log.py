@@ -74,6 +74,7 @@ class UndoLog:
 
     def leave(self) -> None:
         self._tell(_LEFT, 1)
+        self._segment.close()  # but for tensors that view it
 
     def update(self, chunks: Chunks) -> None:
         """Change this rank's chunks, and wait until all are changed.

@@ -11,6 +11,7 @@ not to use it: over several hosts, on GPUs, or if replicas are to be compared wi
 (`memory=apart`). `why_apart` says what else it is not for.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -399,7 +400,8 @@ class _Update:
     """
 
     def __init__(self, held: HostState):
-        self._held, self._sum = held, held.layout.sum()
+        self._held: HostState = weakref.proxy(held)  # which holds this: the memory goes with it
+        self._sum = held.layout.sum()
         self._views: dict[int, list[_Views]] = {}  # by rank
         self._scratch = [torch.empty(CHUNK) for _ in range(max(1, _depth(self._sum)))]
         self._kept: Tensor | None = None  # the gradient that was stepped on
