@@ -17,9 +17,8 @@ read any row by itself, as text. Needs the extra `parquet`.
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -170,29 +169,15 @@ class _Decoded:
     """The blocks that one process decoded last."""
 
     def __init__(self, files: Files, kind: str, columns: Sequence[str], where: Where, window: int):
-        self._files, self._kind, self._window = files, kind, window
-        self._columns, self._where = list(columns), where
         self._lock = threading.Lock()  # a file's reader serves one thread at a time
-        self._open: OrderedDict[int, _TableFile] = OrderedDict()
-        self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        names, opened = list(columns), lru_cache(window)(lambda file: _open(files, file, kind))
+        self._read = lru_cache(window)(
+            lambda file, block: opened(file).read(block, names, where)  # of no cycle of references
+        )
 
     def table(self, file: int, block: int) -> Any:
         with self._lock:
-            if (file, block) not in self._tables:
-                opened = self._file(file)
-                self._tables[file, block] = opened.read(block, self._columns, self._where)
-                if len(self._tables) > self._window:
-                    self._tables.popitem(last=False)
-            self._tables.move_to_end((file, block))
-            return self._tables[file, block]
-
-    def _file(self, file: int) -> "_TableFile":
-        if file not in self._open:
-            self._open[file] = _open(self._files, file, self._kind)
-            if len(self._open) > self._window:
-                self._open.popitem(last=False)
-        self._open.move_to_end(file)
-        return self._open[file]
+            return self._read(file, block)
 
 
 class _TableFile:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.data.identity import content_name
 from shoal.data.readers.logs import LogGap, LogPlace, consume, redis_log
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
@@ -72,6 +73,26 @@ def test_entries_that_are_dropped_before_they_are_read_are_counted(
         numbers(again, 12, 16)
     fresh = redis_log(server.url, "log")  # a new run begins with the oldest that is held
     assert numbers(fresh, 0, 3) == [15, 16, 17]
+
+
+def test_a_log_is_known_by_its_name_for_its_first_entries_go(client: Any, server: Server) -> None:
+    """Or a run could not be resumed once the broker dropped what it began with."""
+    before = content_name(redis_log(server.url, "log"))
+    client.xtrim("log", maxlen=10, approximate=False)
+    assert content_name(redis_log(server.url, "log")) == before
+    client.xadd("other", {"n": 0}, id="1-0")
+    assert content_name(redis_log(server.url, "other")) != before
+
+
+def test_a_log_that_was_replaced_is_not_read_on(client: Any, server: Server) -> None:
+    mark = redis_log_at(redis_log(server.url, "log"), 12)
+    client.delete("log")
+    for number in range(30):
+        client.xadd("log", {"n": -number}, id=f"{number + 1}-0")
+    again = redis_log(server.url, "log")
+    again.go_to(mark)
+    with pytest.raises(SourceLost, match=r"'log' gives other entries behind \d+-0 than the run"):
+        numbers(again, 12, 16)
 
 
 def test_a_log_that_grows_is_waited_for(client: Any, server: Server) -> None:
