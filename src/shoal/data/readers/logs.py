@@ -121,6 +121,11 @@ class RedisLog:
 
         entries, info = self._server.ask(question, self._name)
         num_dropped = int(info["entries-added"]) - int(info["length"])
+        if int(info["entries-added"]) < place.seen:
+            raise SourceLost(
+                f"{self} had {place.seen} entries and ever got {info['entries-added']} by now: it "
+                "was replaced while it was read. Begin a run with these weights (--from)."
+            )
         if num_dropped > place.seen:
             raise LogGap(
                 f"{self} dropped {num_dropped - place.seen} entries behind {place.after} before "

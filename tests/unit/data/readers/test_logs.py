@@ -95,6 +95,16 @@ def test_a_log_that_was_replaced_is_not_read_on(client: Any, server: Server) -> 
         numbers(again, 12, 16)
 
 
+def test_a_log_that_is_replaced_while_it_is_read_is_found(client: Any, server: Server) -> None:
+    """Its new entries lie behind the old ones, and some between the two may be lost."""
+    source = redis_log(server.url, "log")
+    numbers(source, 0, 30)
+    client.delete("log")
+    client.xadd("log", {"n": 99}, id="99-0")
+    with pytest.raises(SourceLost, match=r"'log' had 30 entries and ever got 1 by now"):
+        numbers(source, 30, 31)
+
+
 def test_a_log_that_grows_is_waited_for(client: Any, server: Server) -> None:
     source = redis_log(server.url, "log")
     with ThreadPoolExecutor(1) as threads:
