@@ -81,7 +81,7 @@ def test_a_run_on_a_log_goes_on_where_it_was(pool: Pool, tmp_path: Path) -> None
             made.xtrim("log", maxlen=400 - 70, approximate=False)
         again = begin(pool, "log", server.url, tmp_path / "run", "--resume").wait()
         assert again.exit_code == 0, again.errors
-        check_ledger(again, 20)
+        assert [record["step"] for record in again.steps()] == list(range(1, 21))
         whole = begin(pool, "log", server.url, tmp_path / "whole").wait()
         assert whole.exit_code == 0 and whole.model() != again.model()  # it begins at entry 70
         with redis.Redis.from_url(server.url) as made:

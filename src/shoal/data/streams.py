@@ -74,6 +74,7 @@ class StreamSource:
     """
 
     recorded_as = "Stream"
+    is_lasting = True  # it gives the same samples from its beginning, whenever that is read
     _low: int  # the first of the last call
 
     def __init__(self, make: Callable[[], Any], shuffle: int, length: int | None):

@@ -144,6 +144,8 @@ class RedisLog:
 class LogSource(StreamSource):
     """A log as a stream; made by `consume`. It is known by its name, for its first entries go."""
 
+    is_lasting = False
+
     def __init__(self, log: Log, shuffle: int, idle_s: float):
         super().__init__(lambda: LogReader(log, idle_s), shuffle, None)
         self.log = log

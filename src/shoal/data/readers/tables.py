@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from shoal.data.orders import BlockShuffled
 from shoal.data.readers.columns import (
-    ColumnChoice,
-    ColumnPairs,
+    ColumnSource,
     Irregular,
     array_of,
     is_numeric,
@@ -47,7 +46,7 @@ _ENDINGS = {"feather": "arrow", "ipc": "arrow", "jsonl": "json", "pq": "parquet"
 _BLOCKS = {"parquet": "row group", "arrow": "record batch"}
 
 
-class TableRows:
+class TableRows(ColumnSource):
     """Made by `table` and `parquet`: each row a dict. `columns` are those that rows have."""
 
     recorded_as = "ParquetRows"
@@ -93,9 +92,6 @@ class TableRows:
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
         return f"{self.files.names[0]}{more}"
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.many([index])[0]
-
     def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows; those of one group are taken together."""
         rows: list[dict[str, Any]] = [{}] * len(ids)
@@ -106,7 +102,6 @@ class TableRows:
         return rows
 
     def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Columns of some rows, as arrays."""
         parts = list(self._tables(normalize_indices(ids, len(self))))
         back = np.argsort(np.concatenate([places for places, _ in parts]))
         found = {}
@@ -124,10 +119,6 @@ class TableRows:
     def content_name(self) -> str:
         filtered = "" if self._where is None else f" {self.identity()}"
         return f"{self.files.content_name()}{filtered}"
-
-    def pairs(self, inputs: ColumnChoice, target: ColumnChoice) -> ColumnPairs:
-        """Pairs for training: a column, a list or a dict of them for each of the two."""
-        return ColumnPairs(self, inputs, target)
 
     def unfit(self, name: str) -> str | None:
         kind = self._schema.field(name).type

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.data.batches import Batches
 from shoal.data.identity import content_name
+from shoal.data.ledger import audit, mark_samples
 from shoal.data.readers.logs import LogGap, LogPlace, consume, redis_log
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
@@ -157,3 +159,18 @@ def test_a_log_of_ones_own_is_shuffled_and_resumed() -> None:
     again = consume(log, shuffle=10)
     again.go_to(mark)
     assert sorted(numbers(again, 20, 40)) == list(range(20, 40))
+
+
+def test_an_audit_of_a_log_that_dropped_its_first_entries_says_so() -> None:
+    """And accuses no step."""
+    log = ListLog()
+    run = Batches(consume(log), batch_size=8)
+    steps = [{"step": n + 1, "mark": mark_samples(run.source, run.at(n).ids)} for n in range(6)]
+    assert audit(steps, Batches(consume(log), batch_size=8)).num_marked == 6
+    log.num_dropped = 20
+    found = audit(steps, Batches(consume(log), batch_size=8))
+    assert (found.num_marked, found.num_wrong, found.num_unmarked) == (0, 0, 6)
+    assert len(found.problems) == 1 and "which its broker has dropped" in found.problems[0]
+    steps[3]["mark"] = 1
+    log.num_dropped = 0
+    assert audit(steps, Batches(consume(log), batch_size=8)).num_wrong == 1
