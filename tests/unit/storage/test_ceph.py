@@ -29,20 +29,24 @@ def ceph() -> Iterator[Ceph]:
         yield started
 
 
+def bucket(patched: pytest.MonkeyPatch, ceph: Ceph) -> str:
+    pytest.importorskip("s3fs", reason="needs the extra s3")
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": S3_KEY,
+        "AWS_SECRET_ACCESS_KEY": S3_SECRET,
+        "AWS_ENDPOINT_URL_S3": ceph.gateway.url,
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        patched.setenv(name, value)
+    client = ObjectClient("s3://shoal-tests", {}, RetryPolicy(30, 0.2, 1.0))
+    client._request("make", "", lambda system, path: system.mkdir(path))
+    return "s3://shoal-tests"
+
+
 @pytest.fixture(scope="module")
 def s3(ceph: Ceph) -> Iterator[str]:
-    pytest.importorskip("s3fs", reason="needs the extra s3")
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": S3_KEY,
-            "AWS_SECRET_ACCESS_KEY": S3_SECRET,
-            "AWS_ENDPOINT_URL_S3": ceph.gateway.url,
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            patched.setenv(name, value)
-        client = ObjectClient("s3://shoal-tests", {}, RetryPolicy(30, 0.2, 1.0))
-        client._request("make", "", lambda system, path: system.mkdir(path))
-        yield "s3://shoal-tests"
+        yield bucket(patched, ceph)
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +126,14 @@ def test_wrong_keys_are_refused_at_once(s3: str, monkeypatch: pytest.MonkeyPatch
     assert "hunter2" not in str(caught.value)
 
 
-def test_the_gateway_goes_away_and_comes_back(ceph: Ceph, s3: str) -> None:
-    url = put_table(s3)
-    rows = shoal.data.csv(url)
-    ceph.gateway.stop()
-    try:
+def test_the_gateway_goes_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_ceph() as ceph:
+        where = bucket(monkeypatch, ceph)
+        rows = shoal.data.csv(put_table(where))
+        ceph.gateway.stop()
         with pytest.raises(StoreError, match=r"cannot look at .*It was tried 2 times"):
-            ObjectClient(s3, {}, HASTY).size("data/t.csv")
+            ObjectClient(where, {}, HASTY).size("data/t.csv")
         with ThreadPoolExecutor(1) as threads:
             answer = threads.submit(lambda: rows[2])
             ceph.gateway.start()
             assert answer.result(120) == ROWS[2]
-    finally:
-        ceph.gateway.stop()
-        ceph.gateway.start()
