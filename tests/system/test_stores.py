@@ -79,7 +79,7 @@ def test_a_run_on_a_log_goes_on_where_it_was(pool: Pool, tmp_path: Path) -> None
         redis = pytest.importorskip("redis")
         with redis.Redis.from_url(server.url) as made:
             made.xtrim("log", maxlen=400 - 70, approximate=False)
-        again = begin(pool, "log", server.url, tmp_path / "run", "--resume").wait()
+        again = begin(pool, "log", server.url, tmp_path / "run", "--resume", steps=20).wait()
         assert again.exit_code == 0, again.errors
         assert [record["step"] for record in again.steps()] == list(range(1, 21))
         whole = begin(pool, "log", server.url, tmp_path / "whole").wait()
@@ -88,9 +88,7 @@ def test_a_run_on_a_log_goes_on_where_it_was(pool: Pool, tmp_path: Path) -> None
             made.delete("log")
             for number in range(400):
                 made.xadd("log", {"n": -number}, id=f"{number + 1}-0")
-        other = begin(
-            pool, "log", server.url, tmp_path / "run", "--resume", "--set", "steps=22"
-        ).wait()
+        other = begin(pool, "log", server.url, tmp_path / "run", "--resume", steps=22).wait()
         assert other.exit_code != 0
         assert "gives other entries behind" in other.errors
         check_hidden(other, "hunter2secret")
