@@ -35,10 +35,11 @@ def make_strategy(
     num_steps: int,
     meets_after: Callable[[int], bool] = lambda step: True,
     loss_scale: Callable[[], float] = lambda: 1.0,
+    apart: str = "",
 ) -> Strategy:
-    """`meets_after` says after which steps the whole state is wanted; `loss_scale` is of now."""
-    chosen = strategy_class(plan)
-    checks = plan.precision == "fp16"
+    """`meets_after` says after which steps the whole state is wanted; `loss_scale` is of now;
+    `apart` is why ranks of one host may not hold parameters and state together, in words."""
+    chosen, checks = strategy_class(plan), plan.precision == "fp16"
     timetable = FragmentSchedule(plan.local_steps, plan.fragments, num_steps)
     rule = OuterConfig(*plan.outer_rates, make_codec(plan.codec)) if plan.has_anchor else None
     options = WorkerOptions(
@@ -65,17 +66,19 @@ def make_strategy(
     packing = None
     if plan.packed_codec != "none":
         packing = GradientPacking(plan.codec, num_steps, loss_scale)
-    return _in_lockstep(plan, plan.num_pieces, packing)
+    return _in_lockstep(plan, plan.num_pieces, packing, apart if plan.shares else None)
 
 
-def _in_lockstep(plan: Plan, num_pieces: int, packing: GradientPacking | None = None) -> Strategy:
+def _in_lockstep(
+    plan: Plan, num_pieces: int, packing: GradientPacking | None = None, apart: str | None = None
+) -> Strategy:
     """For the ranks of a run, or of a replica that takes so many pieces."""
     chosen = lockstep_class(plan)
     if chosen is FullySharded:
         return FullySharded(num_pieces, plan.num_microbatches)
     if chosen is ZeroSharded:
         return ZeroSharded(num_pieces, plan.zero == 2, plan.num_microbatches, packing)
-    return AllReduce(num_pieces, plan.sums == "exact", plan.num_microbatches, packing)
+    return AllReduce(num_pieces, plan.sums == "exact", plan.num_microbatches, packing, apart)
 
 
 def _push_packing(
@@ -84,6 +87,12 @@ def _push_packing(
     if plan.codec == "none":
         return None
     return GradientPacker(plan.codec, plan.precision == "fp16", num_steps, loss_scale)
+
+
+def settled(strategy: Strategy) -> None:
+    """All ranks of a new mesh hold the same state. Every rank must call it before a step."""
+    if isinstance(strategy, AllReduce):
+        strategy.settled()
 
 
 def wait_for_parameters(strategy: Strategy) -> None:

@@ -113,6 +113,8 @@ class PlanFacts:
     tables: Mapping[str, "TableLookups"] = field(default_factory=dict)
     is_lazy: bool = False  # whether there are tables that take memory as rows are touched
     phases: Sequence[str] = ()  # of the first step, by name; none of a plain one
+    # Whether ranks of one host, which all are, may hold parameters and state together.
+    shares: bool = False
 
     @cached_property
     def ranks(self) -> list["RankLayout"]:
@@ -157,6 +159,7 @@ class RankLayout:
         self.rounds = share(self.place.data, num_replicas, self.num_rounds)
         self.tree = _tree(self.num_rounds, num_replicas)
         self.piece_tree = _tree(self.num_rounds, num_replicas, size)
+        self.tree_of_ranks = _tree(num_replicas, num_replicas)
 
     def line(self, axis: str) -> tuple[int, int]:
         """The number of ranks that an axis has here, and this rank's index."""
@@ -165,6 +168,11 @@ class RankLayout:
         if axis == "data":
             return self.num_replicas, self.place.data
         return (self.num_ranks if axis == "replica" else self.plan.num_ranks), self.place.rank
+
+    @property
+    def shares(self) -> bool:
+        """Whether this rank holds parameters and optimizer state together with all others."""
+        return self.facts.shares and self.plan.shares and self.num_replicas > 1
 
     @cached_property
     def stages(self) -> list[StageSpec]:
