@@ -2,7 +2,8 @@
 
 Ranks are placed by the function that places those of a run (`cluster/placement.py`). A group whose
 ranks are on one host uses the link inside it; another crosses hosts, whose ranks share the link
-between them.
+between them. Where hosts have as many of its ranks as each other, what is summed or gathered
+crosses once a host (`comm/hierarchical.py`).
 """
 
 import math
@@ -17,6 +18,9 @@ from shoal.data.balance import can_balance
 from shoal.plans.plan import Plan
 from shoal.sync.costs import Message
 
+# What crosses hosts once a host, by the names of `sync/costs.py`.
+_BY_HOST = ("all-reduce", "reduce-scatter", "all-gather", "gather")
+
 
 class RankGroup(NamedTuple):
     """Ranks that communicate: their number, and how they lie on hosts."""
@@ -25,6 +29,7 @@ class RankGroup(NamedTuple):
     is_inside: bool  # all on one host
     num_local: int  # on the host that has most of them
     num_groups: int  # of such groups on that host, which send at once
+    is_even: bool = False  # on several hosts, of which each has as many, and more than one
 
 
 class RankPlaces:
@@ -55,7 +60,8 @@ class RankPlaces:
             lie.update(self.hosts[plan.num_ranks :])
         host, local = lie.most_common(1)[0]
         crowd = self.ranks_on[host] // max(1, local) if axis != "world" else 1
-        return RankGroup(len(members), len(lie) == 1, local, max(1, crowd))
+        is_even = len(lie) > 1 and local > 1 and len({*lie.values()}) == 1
+        return RankGroup(len(members), len(lie) == 1, local, max(1, crowd), is_even)
 
     def scale(self, ranks: Sequence[int]) -> float:
         """By how much events take longer than in the profile: on the slowest of these ranks, or,
@@ -100,15 +106,31 @@ class RankPlaces:
         link = self.cluster.inside if group.is_inside else self.cluster.between
         if group.is_inside:
             return link.seconds(count * hops, num_bytes) * self._talk_share()
+        if group.is_even and not self._is_gpu and how.startswith(_BY_HOST):
+            return self._by_host(group, count, num_bytes)
         # A ring crosses to the next host once for all of a host's ranks; others for each of them.
         apart = max(1, group.num_ranks - group.num_local) / max(1, group.num_ranks - 1)
         crowd = group.num_groups * (1.0 if how == "all-reduce" else group.num_local * apart)
         return link.seconds(count * hops, num_bytes * max(1.0, crowd))
 
+    def _by_host(self, group: RankGroup, count: float, num_bytes: float) -> float:
+        """Added up or handed out inside hosts, exchanged between them: `num_bytes` are a rank's, if
+        all were alone."""
+        num_hosts = group.num_ranks // group.num_local
+        whole = num_bytes * group.num_ranks / (group.num_ranks - 1)
+        between = whole * (num_hosts - 1) / num_hosts * group.num_groups
+        inside = whole * (group.num_local - 1) / group.num_local
+        hops = max(1.0, math.log2(num_hosts)), math.log2(group.num_local)
+        seconds = self.cluster.between.seconds(count * hops[0], between)
+        return seconds + self.cluster.inside.seconds(count * hops[1], inside) * self._talk_share()
+
     def _talk_share(self) -> float:
         """Messages between cores take what cores there are."""
-        gpu = self.cluster.group_of(self.hosts[0]).device == "gpu"
-        return 1.0 if gpu else self.sharers
+        return 1.0 if self._is_gpu else self.sharers
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self.cluster.group_of(self.hosts[0]).device == "gpu"
 
 
 @lru_cache(256)

@@ -24,10 +24,10 @@ from msgspec import UNSET, UnsetType
 
 from shoal.comm import wire
 from shoal.comm.endpoint import Endpoint
+from shoal.comm.hangs import explain_hang
 from shoal.comm.run_store import StoreServer
 from shoal.elastic import actions, messages
 from shoal.elastic.forming import FormingMonitor, describe_late
-from shoal.elastic.hangs import explain_hang
 from shoal.elastic.membership import Membership
 from shoal.elastic.messages import (
     Arrived,
@@ -322,7 +322,8 @@ class Supervisor:
             case Lost():
                 seat = self._seat_of(member)
                 self._record(LostEvent(rank=seat, server=self._server_of(seat), why=message.why))
-                self.members.lost(member, message.generation, now, message.why)
+                if self.members.lost(member, message.generation, now, message.why):
+                    self._record(*hangs_of(self.members, self._beats) if message.is_late else ())
             case Heartbeat():
                 self._progress.heard(member, message.step, message.work, now)
                 self._beats[member] = message

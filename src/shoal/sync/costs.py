@@ -89,7 +89,7 @@ def tree_message(
         else:
             num_bytes += (len(tree[data]) * (count - own) + own * (n - 1)) * size
         num_messages += 1 if at_once(count * size) else most + 1
-    return Message(what, "data", "all-to-all, gather", num_messages, num_bytes)
+    return Message(what, "data", "reduce-scatter, gather", num_messages, num_bytes)
 
 
 def all_reduce_message(what: str, axis: str, sizes: Sequence[int], layout: RankLayout) -> Message:
