@@ -16,7 +16,6 @@ Not for GPUs. Read next: `collectives.py`, for what uses it.
 # mypy: disable-error-code="override, assignment"
 # (torch calls some methods by two names, and each in one of several ways)
 
-import itertools
 import os
 import platform
 import threading
@@ -147,8 +146,16 @@ class SharedGroup(dist.ProcessGroup):
         """Whether sums are those of a tree over the ranks (`tree.py`)."""
         return self._rounds.adds_by_tree
 
-    def who_is_late(self) -> str:
-        """Whom the oldest collective waits for."""
+    @property
+    def num_moves(self) -> int:
+        """A count that differs once a collective has come further."""
+        return self._rounds.num_moves
+
+    def who_is_late(self, work: SharedWork | None = None) -> str:
+        """Whom a message waits for; else whom the oldest collective does."""
+        for ends, (_, queue) in self._boxes.items():
+            if work in queue:
+                return f"rank {sum(ends) - self._rounds.rank} of the group"
         lane = max((k for k, queue in enumerate(self._lanes) if queue), default=0)
         late = self._rounds.late(lane)
         return f"rank {', '.join(map(str, late))} of the group" if late else "another rank"
@@ -308,22 +315,26 @@ _LOCK = threading.RLock()  # backward passes may run in threads of torch's
 def _drive(work: SharedWork, timeout_s: float) -> None:
     """Until it is over; RuntimeError if that takes longer than `timeout_s`, unless it is 0."""
     group = work.group
-    began = looked = time.monotonic()
-    for count in itertools.count():
+    began = looked = moved = time.monotonic()
+    num_polls = num_moves = 0
+    while True:
         with _LOCK:
             for busy in [*_BUSY]:
                 busy.progress()
         if work.is_completed():
             return
-        if count < SPINS:
+        num_polls += 1
+        if group.num_moves != num_moves:
+            num_polls, num_moves, moved = 0, group.num_moves, time.monotonic()
+        if num_polls < SPINS:
             os.sched_yield()
             continue
         now = time.monotonic()
-        time.sleep(min(LONGEST_PAUSE_S, (now - began) / 32))
+        time.sleep(min(LONGEST_PAUSE_S, (now - moved) / 32))
         if group.is_lost():
             work.fail("the generation is over")
         elif now - began > group.timeout_s:
-            work.fail(f"{group.who_is_late()} did not come within {group.timeout_s:g} s")
+            work.fail(f"{group.who_is_late(work)} did not come within {group.timeout_s:g} s")
         elif now - looked > LOOK_S:
             looked = now
             group.look_for_peers(work)

@@ -70,6 +70,10 @@ class SharedRounds:
         return {rank: pid for rank, pid in found.items() if pid}
 
     @property
+    def num_moves(self) -> int:
+        return self._round + self._num_put
+
+    @property
     def adds_by_tree(self) -> bool:
         """Whether sums are those of a tree over all ranks."""
         return True

@@ -26,10 +26,15 @@ class RankGroup(NamedTuple):
     """Ranks that communicate: their number, and how they lie on hosts."""
 
     num_ranks: int
-    is_inside: bool  # all on one host
+    num_hosts: int
     num_local: int  # on the host that has most of them
     num_groups: int  # of such groups on that host, which send at once
-    is_even: bool = False  # on several hosts, of which each has as many, and more than one
+    is_even: bool = False  # each host has as many, and more than one
+
+    @property
+    def is_inside(self) -> bool:
+        """All on one host."""
+        return self.num_hosts == 1
 
 
 class RankPlaces:
@@ -45,23 +50,7 @@ class RankPlaces:
         return Counter(self.hosts[: self.plan.num_ranks])
 
     def group(self, axis: str, rank: int = 0) -> RankGroup:
-        plan, data = self.plan, self.plan.num_replicas
-        members: Sequence[int]
-        if axis == "tensor":
-            members = range(rank, rank + plan.tensor)
-        elif axis == "data":
-            members = range(rank, rank + data * plan.tensor, plan.tensor)
-        elif axis == "pipeline":
-            members = range(rank, plan.num_ranks, data * plan.tensor)
-        else:  # of all ranks, and of those with servers
-            members = range(plan.num_ranks)
-        lie = Counter(self.hosts[r] for r in members)
-        if axis not in ("tensor", "data", "pipeline", "world"):
-            lie.update(self.hosts[plan.num_ranks :])
-        host, local = lie.most_common(1)[0]
-        crowd = self.ranks_on[host] // max(1, local) if axis != "world" else 1
-        is_even = len(lie) > 1 and local > 1 and len({*lie.values()}) == 1
-        return RankGroup(len(members), len(lie) == 1, local, max(1, crowd), is_even)
+        return group_of(self.plan, self.hosts, axis, rank)
 
     def scale(self, ranks: Sequence[int]) -> float:
         """By how much events take longer than in the profile: on the slowest of these ranks, or,
@@ -106,23 +95,15 @@ class RankPlaces:
         link = self.cluster.inside if group.is_inside else self.cluster.between
         if group.is_inside:
             return link.seconds(count * hops, num_bytes) * self._talk_share()
-        if group.is_even and not self._is_gpu and how.startswith(_BY_HOST):
-            return self._by_host(group, count, num_bytes)
-        # A ring crosses to the next host once for all of a host's ranks; others for each of them.
-        apart = max(1, group.num_ranks - group.num_local) / max(1, group.num_ranks - 1)
-        crowd = group.num_groups * (1.0 if how == "all-reduce" else group.num_local * apart)
-        return link.seconds(count * hops, num_bytes * max(1.0, crowd))
-
-    def _by_host(self, group: RankGroup, count: float, num_bytes: float) -> float:
-        """Added up or handed out inside hosts, exchanged between them: `num_bytes` are a rank's, if
-        all were alone."""
-        num_hosts = group.num_ranks // group.num_local
+        by_host = crosses_by_host(group, how) and not self._is_gpu
+        across = bytes_across(group, num_bytes, how, by_host) * group.num_groups
+        if not by_host:
+            return link.seconds(count * hops, max(num_bytes, across))
         whole = num_bytes * group.num_ranks / (group.num_ranks - 1)
-        between = whole * (num_hosts - 1) / num_hosts * group.num_groups
         inside = whole * (group.num_local - 1) / group.num_local
-        hops = max(1.0, math.log2(num_hosts)), math.log2(group.num_local)
-        seconds = self.cluster.between.seconds(count * hops[0], between)
-        return seconds + self.cluster.inside.seconds(count * hops[1], inside) * self._talk_share()
+        in_host, between = math.log2(group.num_local), math.log2(group.num_hosts)
+        seconds = self.cluster.inside.seconds(count * in_host, inside) * self._talk_share()
+        return seconds + link.seconds(count * between, across)
 
     def _talk_share(self) -> float:
         """Messages between cores take what cores there are."""
@@ -131,6 +112,44 @@ class RankPlaces:
     @property
     def _is_gpu(self) -> bool:
         return self.cluster.group_of(self.hosts[0]).device == "gpu"
+
+
+def group_of(plan: Plan, hosts: Sequence[int], axis: str, rank: int = 0) -> RankGroup:
+    """The ranks that a rank communicates with along an axis; `hosts` are by seat. Pure."""
+    data = plan.num_replicas
+    members: Sequence[int]
+    if axis == "tensor":
+        members = range(rank, rank + plan.tensor)
+    elif axis == "data":
+        members = range(rank, rank + data * plan.tensor, plan.tensor)
+    elif axis == "pipeline":
+        members = range(rank, plan.num_ranks, data * plan.tensor)
+    else:  # of all ranks, and of those with servers
+        members = range(plan.num_ranks)
+    lie = Counter(hosts[r] for r in members)
+    if axis not in ("tensor", "data", "pipeline", "world"):
+        lie.update(hosts[plan.num_ranks :])
+    host, local = lie.most_common(1)[0]
+    crowd = Counter(hosts[: plan.num_ranks])[host] // max(1, local) if axis != "world" else 1
+    is_even = local > 1 and len({*lie.values()}) == 1
+    return RankGroup(len(members), len(lie), local, max(1, crowd), is_even)
+
+
+def crosses_by_host(group: RankGroup, how: str) -> bool:
+    """Whether ranks on cores add up, or hand out, inside each host first. Pure."""
+    return group.is_even and not group.is_inside and how.startswith(_BY_HOST)
+
+
+def bytes_across(group: RankGroup, num_bytes: float, how: str, by_host: bool) -> float:
+    """What leaves a host for others, if each rank sends `num_bytes` where all are alone. Pure."""
+    if group.is_inside:
+        return 0.0
+    if by_host:
+        whole = num_bytes * group.num_ranks / (group.num_ranks - 1)
+        return whole * (group.num_hosts - 1) / group.num_hosts
+    # A ring crosses to the next host once for all of a host's ranks; others for each of them.
+    apart = max(1, group.num_ranks - group.num_local) / max(1, group.num_ranks - 1)
+    return num_bytes if how == "all-reduce" else num_bytes * group.num_local * apart
 
 
 @lru_cache(256)
