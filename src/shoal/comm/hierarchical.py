@@ -126,10 +126,6 @@ class HierarchicalRounds:
         self._host, self._place = divmod(rank, self._num_local)
 
     @property
-    def num_moves(self) -> int:
-        return self._inward.num_moves + self._outward.num_moves
-
-    @property
     def adds_by_tree(self) -> bool:
         return self._num_local & (self._num_local - 1) == 0
 

@@ -16,6 +16,7 @@ Not for GPUs. Read next: `collectives.py`, for what uses it.
 # mypy: disable-error-code="override, assignment"
 # (torch calls some methods by two names, and each in one of several ways)
 
+import itertools
 import os
 import platform
 import threading
@@ -145,11 +146,6 @@ class SharedGroup(dist.ProcessGroup):
     def adds_by_tree(self) -> bool:
         """Whether sums are those of a tree over the ranks (`tree.py`)."""
         return self._rounds.adds_by_tree
-
-    @property
-    def num_moves(self) -> int:
-        """A count that differs once a collective has come further."""
-        return self._rounds.num_moves
 
     def who_is_late(self, work: SharedWork | None = None) -> str:
         """Whom a message waits for; else whom the oldest collective does."""
@@ -315,22 +311,18 @@ _LOCK = threading.RLock()  # backward passes may run in threads of torch's
 def _drive(work: SharedWork, timeout_s: float) -> None:
     """Until it is over; RuntimeError if that takes longer than `timeout_s`, unless it is 0."""
     group = work.group
-    began = looked = moved = time.monotonic()
-    num_polls = num_moves = 0
-    while True:
+    began = looked = time.monotonic()
+    for count in itertools.count():
         with _LOCK:
             for busy in [*_BUSY]:
                 busy.progress()
         if work.is_completed():
             return
-        num_polls += 1
-        if group.num_moves != num_moves:
-            num_polls, num_moves, moved = 0, group.num_moves, time.monotonic()
-        if num_polls < SPINS:
+        if count < SPINS:
             os.sched_yield()
             continue
         now = time.monotonic()
-        time.sleep(min(LONGEST_PAUSE_S, (now - moved) / 32))
+        time.sleep(min(LONGEST_PAUSE_S, (now - began) / 32))
         if group.is_lost():
             work.fail("the generation is over")
         elif now - began > group.timeout_s:

@@ -70,10 +70,6 @@ class SharedRounds:
         return {rank: pid for rank, pid in found.items() if pid}
 
     @property
-    def num_moves(self) -> int:
-        return self._round + self._num_put
-
-    @property
     def adds_by_tree(self) -> bool:
         """Whether sums are those of a tree over all ranks."""
         return True
@@ -94,28 +90,20 @@ class SharedRounds:
     # ---- operations
 
     def all_reduce(self, tensor: Tensor, operator: Operator) -> Steps:
-        """In place. Large tensors in two turns: each rank adds up its share of every part, then all
-        read the sums of the others."""
+        """In place. What is large each of several ranks adds up a share of."""
         flat, is_copy = flat_of(tensor)
-        parts = _parts(flat)
-        in_shares = self.num_ranks > 2 and flat.nbytes > SMALL_BYTES
-        shares = [shares_of(part, self.num_ranks) for part in parts]
-        own = [each[self.rank] for each in shares] if in_shares else parts
+        if self.num_ranks > 2 and flat.nbytes > SMALL_BYTES:
+            shares = shares_of(flat, self.num_ranks)
+            yield from self.reduce_scatter(shares[self.rank], shares, operator)
+            yield from self.all_gather(shares, shares[self.rank])
+        else:
+            parts = _parts(flat)
 
-        def add(number: int) -> None:
-            rows = [self._slot(r, parts[number]) for r in range(self.num_ranks)]
-            if in_shares:
-                rows = [shares_of(row, self.num_ranks)[self.rank] for row in rows]
-            reduce_rows(own[number], rows, operator)
+            def add(number: int) -> None:
+                rows = [self._slot(r, parts[number]) for r in range(self.num_ranks)]
+                reduce_rows(parts[number], rows, operator)
 
-        def take(number: int) -> None:
-            for rank, share in enumerate(shares[number]):
-                if rank != self.rank:
-                    share.copy_(self._slot(rank, share))
-
-        yield from self._rounds(parts, add)
-        if in_shares:
-            yield from self._rounds(own, take)
+            yield from self._rounds(parts, add)
         put_back(tensor, flat, is_copy)
 
     def reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], operator: Operator) -> Steps:
@@ -150,10 +138,11 @@ class SharedRounds:
         flats = [flat_of(tensor) for tensor in outputs]
         parts = [_parts(flat) for flat, _ in flats]
         num_rounds = max(map(len, parts))
+        in_place = outputs[self.rank].data_ptr() == own.data_ptr()
 
         def take(number: int) -> None:
             for rank, of_rank in enumerate(parts):
-                if number < len(of_rank):
+                if number < len(of_rank) and not (in_place and rank == self.rank):
                     of_rank[number].copy_(self._slot(rank, of_rank[number]))
 
         mine = _parts(flat_of(own)[0])
