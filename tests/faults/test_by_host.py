@@ -1,11 +1,10 @@
-"""Two hosts with two ranks each, which add up by host: deaths, stops, cuts, damage on the way.
+"""Two hosts with two ranks each, which add up by host: deaths, stops and cuts.
 
 Hosts are network namespaces on a switch; a command in the place of ssh enters them. Ranks of unlike
 networks share no memory, so what they exchange crosses the switch.
 """
 
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.faults.conftest import RECIPE
 from tests.support.faults import Training, check_ledger, check_same
 from tests.support.hosts import Host, NoNamespaces, run_in, several_hosts, write_ssh
 
+pytestmark = pytest.mark.timeout(240)  # each also trains what it compares with
 NUM_STEPS = 60
 Begin = Callable[..., Training]
 
@@ -65,10 +65,10 @@ def begin(pool: Pool, tmp_path: Path, cable: list[Host]) -> Begin:
 )
 def test_a_rank_is_lost(begin: Begin, undisturbed_under, plan: str, number: int) -> None:
     """All leave the collective, the seat is filled, the bits are the same."""
-    training = begin(plan, pause=0.1, save=8)
+    training = begin(plan, pause=0.05, save=8)
     training.wait_for_step(10)
     training.signal_rank(3, number)
-    trained = training.wait()
+    trained = training.wait(100.0)
     if "ring" in plan:
         assert trained.exit_code == 0, trained.errors
     else:
@@ -82,10 +82,10 @@ def test_a_rank_is_lost(begin: Begin, undisturbed_under, plan: str, number: int)
 @pytest.mark.full
 def test_a_host_is_cut_off(begin: Begin, cable: list[Host], undisturbed_under) -> None:
     """Two ranks go on in memory alone."""
-    training = begin("data=4", pause=0.1, save=8)
+    training = begin("data=4", pause=0.05, save=8)
     training.wait_for_step(10)
     cable[1].unplug()
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under("data=4", "judged"))
     check_ledger(trained, NUM_STEPS)
     assert [event["change"] for event in trained.events("resized")] == ["data 4 -> 2"]
@@ -93,37 +93,11 @@ def test_a_host_is_cut_off(begin: Begin, cable: list[Host], undisturbed_under) -
 
 @pytest.mark.full
 def test_connections_are_reset(begin: Begin, cable: list[Host], undisturbed_under) -> None:
-    training = begin("data=4", pause=0.1, save=8)
+    training = begin("data=4", pause=0.05, save=8)
     for step in (8, 20, 32):
         training.wait_for_step(step)
         assert cable[1].reset_connections()
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under("data=4", "judged"))
     check_ledger(trained, NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("exited")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", ["data=4", "data=4 zero=3", "data=4 sync=server servers=2"])
-def test_bytes_that_are_flipped_on_the_way_are_sent_again(
-    begin: Begin, cable: list[Host], undisturbed_under, plan: str
-) -> None:
-    """One packet in fifty: the kernel refuses it, and sends it again; nobody is lost."""
-    for host in cable:
-        words = ["tc", "-n", host.namespace, "qdisc", "add", "dev", host.interface, "root"]
-        done = subprocess.run([*words, "netem", "corrupt", "2%"], capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"this kernel has no netem: {done.stderr.strip()}")
-    trained = begin(plan, pause=0.02).wait()
-    check_same(trained, undisturbed_under(plan, "judged"))
-    assert not trained.events("recovered")
-    for host in cable:
-        assert _counted(host, "InCsumErrors"), "nothing was flipped"
-
-
-def _counted(host: Host, name: str) -> int:
-    """What the kernel of a host has counted of TCP."""
-    words = ["ip", "netns", "exec", host.namespace, "cat", "/proc/net/snmp"]
-    told = subprocess.run(words, capture_output=True, check=True, text=True).stdout
-    names, values = (line.split()[1:] for line in told.splitlines() if line.startswith("Tcp:"))
-    return int(values[names.index(name)])
