@@ -234,16 +234,13 @@ class Group:
         with as_group_lost("starting an all-reduce"):
             is_gloo = not isinstance(self.handle, SharedGroup)
             if is_gloo and fits_direct_exchange(tensor.nbytes, self.num_ranks):
-                return self._all_reduce_at_once(tensor, record)
+                sent = tensor.reshape(1, -1).repeat(self.num_ranks, 1)
+                rows = torch.empty_like(sent)
+                work = dist.all_to_all_single(rows, sent, group=self.handle, async_op=True)
+                then = Pending(then=[lambda: tensor.copy_(rows.sum(0).view(tensor.shape))])
+                return self._pending(work, record=record) + then
             work = dist.all_reduce(tensor, group=self.handle, async_op=True)
             return self._pending(work, record=record)
-
-    def _all_reduce_at_once(self, tensor: Tensor, record: CollectiveRecord) -> Pending:
-        sent = tensor.reshape(1, -1).repeat(self.num_ranks, 1)
-        rows = torch.empty_like(sent)
-        work = dist.all_to_all_single(rows, sent, group=self.handle, async_op=True)
-        then = Pending(then=[lambda: tensor.copy_(rows.sum(0).view(tensor.shape))])
-        return self._pending(work, record=record) + then
 
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_lengths: list[int], lengths: list[int]
@@ -278,7 +275,7 @@ class Group:
         self.bytes_sent += shards[self.rank].nbytes * (self.num_ranks - 1)
         record = self.begin("all-gather", sum(shard.nbytes for shard in shards))
         with as_group_lost("starting to gather shards"):
-            works = [self._broadcast(t, r) for r, t in enumerate(shards) if t.numel()]
+            works = [_broadcast(self.handle, t, r) for r, t in enumerate(shards) if t.numel()]
             return self._pending(*works, record=record)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -290,7 +287,7 @@ class Group:
         record = self.begin("broadcast", tensor.nbytes, f"from rank {source}")
         with as_group_lost(f"copying from rank {source}"):
             there = tensor.to(self._device)  # the tensor itself, unless the transport wants a GPU
-            self._pending(self._broadcast(there, source), record=record).wait()
+            self._pending(_broadcast(self.handle, there, source), record=record).wait()
             if there is not tensor:
                 tensor.copy_(there)
 
@@ -364,10 +361,6 @@ class Group:
         is_lost = self.is_lost if self._device == "cpu" else None
         return Pending(works, (), is_lost, (record,), self.who_is_late)
 
-    def _broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        work: dist.Work = dist.broadcast(tensor, group_src=source, group=self.handle, async_op=True)
-        return work
-
     def device_mesh(self, device: str) -> DeviceMesh:
         """The same ranks as PyTorch's sharding knows them."""
         assert self.handle is not None
@@ -376,3 +369,8 @@ class Group:
     @property
     def _device(self) -> str:
         return "cuda" if dist.get_backend(self.handle) == "nccl" else "cpu"
+
+
+def _broadcast(handle: dist.ProcessGroup | None, tensor: Tensor, source: int) -> dist.Work:
+    work: dist.Work = dist.broadcast(tensor, group_src=source, group=handle, async_op=True)
+    return work

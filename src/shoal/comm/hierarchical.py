@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from shoal.system.identity import boot_id
 
 INSIDE, ADDING, SPREADING, BACK = range(4)  # lanes: in a host, twice between hosts, in a host
 NUM_LANES = 4
+Gloo = Any  # a dist.ProcessGroupGloo, of whose operations torch's stubs do not know
 DIRECT_BYTES = 64 << 10  # that go whole to each other host, in one message instead of two
 _TAG = 1
 
@@ -94,9 +95,9 @@ class Links(NamedTuple):
     """Connections to other hosts. Those of `adding` and `spreading` join the ranks that have one
     place on all hosts; each is used in one lane alone, since Gloo matches operations by order."""
 
-    adding: dist.ProcessGroupGloo
-    spreading: dist.ProcessGroupGloo
-    all: dist.ProcessGroupGloo
+    adding: Gloo
+    spreading: Gloo
+    all: Gloo
 
     @classmethod
     def form(cls, store: dist.Store, rank: int, layout: HostLayout, timeout: timedelta) -> Self:
@@ -109,9 +110,7 @@ class Links(NamedTuple):
         )
 
 
-def _gloo(
-    store: dist.Store, rank: int, num_ranks: int, timeout: timedelta
-) -> dist.ProcessGroupGloo:
+def _gloo(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> Gloo:
     return dist.ProcessGroupGloo(store, rank, num_ranks, timeout=timeout)
 
 
@@ -271,7 +270,7 @@ class HierarchicalRounds:
 class GlooBox:
     """What one rank sends to another on another host, in order."""
 
-    def __init__(self, gloo: dist.ProcessGroupGloo, source: int, to: int):
+    def __init__(self, gloo: Gloo, source: int, to: int):
         self._gloo, self._source, self._to = gloo, source, to
 
     def send(self, tensor: Tensor) -> Steps:

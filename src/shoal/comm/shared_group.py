@@ -377,24 +377,26 @@ def _create(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) ->
     """Meet in the store. Ranks of one host share memory; so do those of each of several."""
     hosts = HostLayout.of(_told(store, "host", rank, num_ranks, this_host()))
     if hosts.num_hosts == 1:
-        return SharedGroup(*_share(store, rank, num_ranks), timeout.total_seconds())
+        (rounds,) = _share(store, rank, num_ranks, 1)
+        return SharedGroup(rounds, timeout.total_seconds())
     if why := hosts.why_flat():
         if rank == 0 and max(hosts.counts) > 1:
             warn_once(f"Ranks exchange as if each were on a host of its own: {why}")
         raise NotShared(why)
     host, place = divmod(rank, hosts.counts[0])
-    why, found = "", []
+    why = ""
     try:
-        found = _share(dist.PrefixStore(f"{host}", store), place, hosts.counts[0], 2)
+        inward, outward = _share(dist.PrefixStore(f"{host}", store), place, hosts.counts[0], 2)
     except NotShared as error:
         why = str(error)
     if any(reasons := _told(store, "shares", rank, num_ranks, why)):
         raise NotShared(next(filter(None, reasons)))
     links = Links.form(store, rank, hosts, timeout)
-    return SharedGroup(HierarchicalRounds(*found, links, rank), timeout.total_seconds())
+    rounds_of_hosts = HierarchicalRounds(inward, outward, links, rank)
+    return SharedGroup(rounds_of_hosts, timeout.total_seconds())
 
 
-def _share(store: dist.Store, rank: int, num_ranks: int, count: int = 1) -> list[SharedRounds]:
+def _share(store: dist.Store, rank: int, num_ranks: int, count: int) -> list[SharedRounds]:
     """The first rank makes the memory of so many rounds, and all say whether they have it."""
     segment, why, size = None, "", segment_bytes(num_ranks)
     try:

@@ -174,13 +174,13 @@ class SharedRounds:
     def gather_bytes(self, content: bytes, found: list[bytes]) -> Steps:
         """Of all ranks, each shorter than a slot; without tensors, so in some microseconds."""
         while not self._may_put():
-            yield
+            yield None
         start = self._slot_start(self.rank, self._num_put)
         self._memory[start + _WORD : start + _WORD + len(content)] = content
         self._memory[start : start + _WORD] = len(content).to_bytes(_WORD, "little")
         self._end_put()
         while not self._is_complete():
-            yield
+            yield None
         for rank in range(self.num_ranks):
             start = self._slot_start(rank, self._round)
             length = int.from_bytes(self._memory[start : start + _WORD], "little")
@@ -196,11 +196,11 @@ class SharedRounds:
         for number in range(len(parts)):
             while num_put < len(parts) and (self._may_put() or num_put == number):
                 while not self._may_put():
-                    yield
+                    yield None
                 self._put(parts[num_put])
                 num_put += 1
             while not self._is_complete():
-                yield
+                yield None
             take(number)
             self._end_round()
 
@@ -276,7 +276,7 @@ class Mailbox:
     def send(self, tensor: Tensor) -> Steps:
         flat = flat_of(tensor)[0]
         while not self._has_room(flat.nbytes):
-            yield
+            yield None
         if not self._fits(flat.nbytes):
             self._make(1 << max(16, (flat.nbytes - 1).bit_length()))
         if flat.numel():
@@ -286,7 +286,7 @@ class Mailbox:
     def receive(self, tensor: Tensor) -> Steps:
         flat, is_copy = flat_of(tensor)
         while self._words[_PUT] <= self._words[_READ]:
-            yield
+            yield None
         if self._words[_VERSION] != self._version:
             self._open()
         if flat.numel():
