@@ -210,15 +210,12 @@ class Membership:
         is_early = not why and len(self._barrier.members) < self.size.num_ranks
         return [] if is_early else [*given_up, *self._continue_resize(now)]
 
-    def lost(self, member: int, generation: int, now: float, why: str = "") -> bool:
-        """A member's group broke. If no member is found dead soon, the same members form again.
-        Whether it is the first to say so."""
+    def lost(self, member: int, generation: int, now: float, why: str = "") -> None:
+        """A member's group broke. If no member is found dead soon, the same members form again."""
         if generation == self.generation and member in self.seats:
             self._lost_at = now if self._lost_at is None else self._lost_at
             if self._broken_at is None:
                 self._broken_at, self._why_broken = now, why
-                return True
-        return False
 
     def failed(self, member: int, cause: str, exit_code: int, now: float) -> list[Action]:
         """A member's program raised. Where ranks compute together, a peer's death may be the cause,

@@ -322,8 +322,10 @@ class Supervisor:
             case Lost():
                 seat = self._seat_of(member)
                 self._record(LostEvent(rank=seat, server=self._server_of(seat), why=message.why))
-                if self.members.lost(member, message.generation, now, message.why):
-                    self._record(*hangs_of(self.members, self._beats) if message.is_late else ())
+                self.members.lost(member, message.generation, now, message.why)
+                if message.is_late:  # and others with it, of whom the first counts
+                    hangs = hangs_of(self.members, self._beats)
+                    self._record(*(hang for hang in hangs if hang.waiting[:1] == [seat]))
             case Heartbeat():
                 self._progress.heard(member, message.step, message.work, now)
                 self._beats[member] = message
