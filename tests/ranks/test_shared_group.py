@@ -243,6 +243,7 @@ def test_over_hosts_each_names_the_rank_that_it_waits_for(pool: Pool) -> None:
 def is_killed(mesh: Mesh, told: int = 0, hosts: str = "") -> None:
     """Rank 1, and rank `told` raises what it hears of it."""
     group = formed(mesh, hosts)
+    group.all_reduce(torch.ones(3)).wait()  # so all have formed it
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -322,5 +322,7 @@ def _as_lost(ranks: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = str(error).splitlines()[0]
+        told = str(error).splitlines()[0].partition("] ")[2] or str(
+            error
+        )  # without Gloo's own line
         raise PeerLost(f"no answer from another host, of {name_ranks(ranks)}: {told}") from error
