@@ -135,7 +135,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def look_for_peers(self, work: SharedWork) -> None:
         for rank, pid in self._rounds.pids().items():
-            if _is_gone(pid):
+            if is_gone(pid):
                 work.fail(f"rank {rank} of the group (process {pid}) is gone")
 
     @property
@@ -428,7 +428,7 @@ def _told(store: dist.Store, what: str, rank: int, num_ranks: int, own: str) -> 
     return [store.get(key).decode() for key in keys]
 
 
-def _is_gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     """Whether a process has ended, though nobody may have waited for it yet."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
