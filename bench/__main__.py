@@ -24,7 +24,7 @@ from bench.harness import Row
 BENCHES = (
     *("overhead", "collectives", "dp", "host-memory", "zero-memory", "zero-speed"),
     *("pipeline", "tensor"),
-    *("recovery", "host-loss", "startup"),
+    *("recovery", "host-loss", "hosts", "startup"),
     *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
     *("load", "resume", "straggler", "shared", "diloco", "slow-link", "server", "async-straggler"),
     *("sparse", "tune", "distill", "prune", "quantize", "fuse", "submit"),

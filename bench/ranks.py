@@ -53,6 +53,23 @@ def start_on(hosts: Sequence[Host], bench: str, kind: type[Found], *words: str) 
     return _start(bench, kind, words, places)
 
 
+def start_by_torchrun(
+    hosts: Sequence[Host], ranks_of_host: int, bench: str, kind: type[Found], *words: str
+) -> Found:
+    """The same with several on each host, all of which torchrun starts there."""
+    options = [f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks_of_host}"]
+    options += [f"--master-addr={hosts[0].address}", "--master-port=29400", "--no-python"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
+    places = [
+        (
+            {"GLOO_SOCKET_IFNAME": host.interface},
+            ["ip", "netns", "exec", host.namespace, *torchrun, f"--node-rank={number}"],
+        )
+        for number, host in enumerate(hosts)
+    ]
+    return _start(bench, kind, words, places)
+
+
 def _start(
     bench: str,
     kind: type[Found],

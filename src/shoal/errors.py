@@ -75,6 +75,10 @@ class GroupLost(ShoalError):
     """
 
 
+class TookTooLong(GroupLost):
+    """An exchange did not end by its deadline, and no member is known to be gone."""
+
+
 class AgreementLost(GroupLost):
     """This rank has made its step; what all do after it failed, and is to be done again."""
 

@@ -1,22 +1,26 @@
-"""Ranks of one host that exchange through memory: the bits of Gloo, in any order of waiting."""
+"""Ranks that exchange through memory, and by hosts: the bits of Gloo, in any order of waiting.
+
+Where ranks have hosts here, they believe it: what they send to one another goes over loopback.
+"""
 
 import os
 import random
 import signal
 import time
 from contextlib import nullcontext
-from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import shared_rounds
+from shoal.comm import shared_group, shared_rounds
 from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
-from shoal.comm.shared_group import SharedGroup, new_shared_group
+from shoal.comm.reduce import TreeReduce
+from shoal.comm.shared_group import SharedGroup
 from shoal.comm.shared_memory import NotShared, SharedSegment
+from shoal.comm.tree import Block, fold
 from shoal.errors import GroupLost
 from shoal.testing.ranks import Pool
 
@@ -29,9 +33,17 @@ def draws(rank: int, length: int) -> torch.Tensor:
     return torch.randint(-1000, 1000, (length,), generator=made).float()  # sums are exact
 
 
-def compares_with_gloo(mesh: Mesh, dtype: str) -> list[str]:
+def formed(mesh: Mesh, hosts: str = "") -> Group:
+    """The ranks as a group, on hosts of these names if there are any."""
+    if not hosts:
+        return mesh.data
+    with mock.patch.object(shared_group, "this_host", lambda: hosts[mesh.rank]):
+        return Group(dist.group.WORLD).subgroup(range(mesh.num_ranks))
+
+
+def compares_with_gloo(mesh: Mesh, dtype: str, hosts: str = "") -> list[str]:
     """The collectives that differ."""
-    ours, gloo, n = mesh.data.handle, dist.group.WORLD, mesh.num_ranks
+    ours, gloo, n = formed(mesh, hosts).handle, dist.group.WORLD, mesh.num_ranks
     assert isinstance(ours, SharedGroup) and gloo is not None
     wrong = []
     for length in LENGTHS:
@@ -74,9 +86,47 @@ def test_other_dtypes(pool: Pool, dtype: str) -> None:
     assert not any(pool.run(compares_with_gloo, 2, dtype))
 
 
-def sends_around(mesh: Mesh, lengths: list[int]) -> list[bool]:
+HOSTS = ["aabb", *(pytest.param(one, marks=pytest.mark.full) for one in ("aabbcc", "aaabbb"))]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_over_hosts_collectives_give_what_gloo_gives(pool: Pool, hosts: str) -> None:
+    assert not any(pool.run(compares_with_gloo, len(hosts), "float32", hosts))
+
+
+def adds_by_tree(mesh: Mesh, hosts: str) -> list[object]:
+    """Whether all sums of gradients have the bits of the tree, and go as one all-reduce."""
+    group, n = formed(mesh, hosts), mesh.num_ranks
+    tree = TreeReduce(group, [[Block(2 * rank, 2)] for rank in range(n)])
+    same = []
+    for length in (1, 5, SLOT + 3, 5 * SLOT):
+        rows = [torch.randn(length, generator=torch.Generator().manual_seed(r)) for r in range(n)]
+        expected = fold({Block(r, 1): row.clone() for r, row in enumerate(rows)}, n, torch.add)
+        reduction = tree.start([rows[mesh.rank]])
+        reduction.fold()
+        same.append(torch.equal(reduction.finish(), expected))
+    return [all(same), tree.any_order]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "at_once"),
+    [
+        ("aaa", True),
+        ("aabb", True),
+        ("aaab", False),
+        ("abab", False),
+        pytest.param("aabbcc", True, marks=pytest.mark.full),
+        pytest.param("aaabbb", False, marks=pytest.mark.full),
+    ],
+)
+def test_exact_sums_have_the_bits_of_the_tree(pool: Pool, hosts: str, at_once: bool) -> None:
+    assert pool.run(adds_by_tree, len(hosts), hosts) == [[True, at_once]] * len(hosts)
+
+
+def sends_around(mesh: Mesh, lengths: list[int], hosts: str = "") -> list[bool]:
     """Every rank sends all of them to the next before it receives one."""
-    group, n = mesh.data.handle, mesh.num_ranks
+    group, n = formed(mesh, hosts).handle, mesh.num_ranks
     assert group is not None
     left = (mesh.rank - 1) % n
     sent = [group.send([draws(mesh.rank, k)], (mesh.rank + 1) % n, 0) for k in lengths]
@@ -93,13 +143,18 @@ def test_more_and_larger_messages_than_there_is_room_for(pool: Pool, num_ranks: 
     assert all(map(all, pool.run(sends_around, num_ranks, lengths)))
 
 
-def waits_out_of_order(mesh: Mesh, seed: int) -> float:
+def test_messages_between_hosts_and_inside(pool: Pool) -> None:
+    lengths = [0, 1, 10, 70_000, 0, *[5] * 30, 300_000, 2]
+    assert all(map(all, pool.run(sends_around, 4, lengths, "aabb")))
+
+
+def waits_out_of_order(mesh: Mesh, seed: int, hosts: str = "") -> float:
     """Sums and messages under way together, waited for in an order of each rank's own."""
-    group, order = mesh.data.handle, random.Random(seed * 10 + mesh.rank)
+    group, order = formed(mesh, hosts).handle, random.Random(seed * 10 + mesh.rank)
     assert group is not None
     sums = [torch.ones(k) for k in (3, 2 * SLOT, 5, SLOT)]
     arrived = torch.empty(2 * SLOT)
-    peer = 1 - mesh.rank
+    peer = mesh.num_ranks - 1 - mesh.rank
     works = [group.allreduce([tensor]) for tensor in sums]
     works.append(group.send([torch.full((2 * SLOT,), 7.0)], peer, 0))
     works.append(group.recv([arrived], peer, 0))
@@ -114,6 +169,9 @@ def test_what_one_waits_for_first_is_its_own_affair(pool: Pool) -> None:
     expected = 2.0 * (3 + 2 * SLOT + 5 + SLOT) + 7.0 * 2 * SLOT
     for seed in range(5):
         assert pool.run(waits_out_of_order, 2, seed) == [expected, expected]
+    expected = 4.0 * (3 + 2 * SLOT + 5 + SLOT) + 7.0 * 2 * SLOT
+    for seed in range(3):
+        assert pool.run(waits_out_of_order, 4, seed, "aabb") == [expected] * 4
 
 
 def numbers_of_many_turns(mesh: Mesh, num_turns: int) -> list[str]:
@@ -155,9 +213,10 @@ def test_all_share_memory_or_none(pool: Pool, rank: int, way: str) -> None:
     assert pool.run(refused, 2, rank, way) == [[False, [2.0] * 3]] * 2
 
 
-def does_not_come(mesh: Mesh) -> str:
-    group = new_shared_group(range(mesh.num_ranks), timedelta(seconds=0.5))
-    assert group is not None
+def does_not_come(mesh: Mesh, hosts: str = "") -> str:
+    group = formed(mesh, hosts).handle
+    assert isinstance(group, SharedGroup)
+    group.timeout_s = 0.5
     if mesh.rank == 1:
         time.sleep(1.5)
         return ""
@@ -174,15 +233,40 @@ def test_who_does_not_come_by_the_deadline_is_named(pool: Pool) -> None:
     assert told[2] == told[0]
 
 
-def is_killed(mesh: Mesh) -> None:
+def test_over_hosts_each_names_the_rank_that_it_waits_for(pool: Pool) -> None:
+    """Rank 1 does not come. Rank 3 waits for it, from another host; rank 2 for rank 0."""
+    told = pool.run(does_not_come, 4, "aabb")
+    for rank, late in ((0, 1), (2, 0), (3, 1)):
+        assert f"rank {late} of the group did not come within 0.5 s" in told[rank]
+
+
+def is_killed(mesh: Mesh, told: int = 0, hosts: str = "") -> None:
+    """Rank 1, and rank `told` raises what it hears of it."""
+    group = formed(mesh, hosts)
+    group.all_reduce(torch.ones(3)).wait()  # so all have formed it
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        mesh.data.all_reduce(torch.ones(3)).wait()
+        group.all_reduce(torch.ones(3)).wait()
     except GroupLost as lost:
-        raise ValueError(f"told: {lost}") from lost
+        if mesh.rank == told:
+            raise ValueError(f"told: {lost}") from lost
 
 
 def test_who_is_gone_is_named(pool: Pool) -> None:
     with pytest.raises(AssertionError, match=r"rank 1 of the group \(process \d+\) is gone"):
         pool.run(is_killed, 2)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (0, r"rank 1 of the group \(process \d+\) is gone"),
+        (3, "no answer from another host, of ranks 1, 3"),
+    ],
+)
+def test_over_hosts_a_dead_rank_is_named_to_its_host_and_its_peers(
+    pool: Pool, told: int, words: str
+) -> None:
+    with pytest.raises(AssertionError, match=words):
+        pool.run(is_killed, 4, told, "aabb")

@@ -189,6 +189,27 @@ def test_a_killed_rank_ends_all_with_its_name(launcher: str, rank: int, tmp_path
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("plan", "op", "who"),
+    [
+        ("data=3", "all-reduce (bucket 0", "rank 1 did not come"),
+        ("pipeline=2", "receive from rank 1 (", "rank 1 of the group did not come within 4 s"),
+    ],
+)
+def test_a_rank_that_never_comes_is_named_at_the_deadline(
+    plan: str, op: str, who: str, tmp_path: Path
+) -> None:
+    """It computes without end; the others tell each other where they stand, and end."""
+    words = ["train", f"{HERE.parent / 'faults' / 'tiny.py'}:sticking", "--set", "where=model"]
+    words += ["--plan", plan, "--run-dir", "run"]
+    num_ranks = int(plan[-1])
+    done = launch("torchrun", num_ranks, tmp_path, *words, SHOAL_EXCHANGE_TIMEOUT_S="4")
+    assert done.exit_code != 0
+    assert "rank 1 was lost after step" in done.errors, done.errors
+    assert op in done.errors and "begun at" in done.errors and who in done.errors, done.errors
+
+
+@pytest.mark.full
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "torchrun"])
 def test_a_signal_stops_all_after_a_saved_step_and_resume_goes_on(

@@ -15,6 +15,7 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.cost.explain import Explanation
+    from shoal.plans.plan import Plan
     from shoal.training.run import Run
 
 
@@ -101,8 +102,24 @@ def _of_hosts(found: "Explanation", placement: tuple[int, ...]) -> str:
     plan = Plan.parse(found.plan)
     rows = [["host", "ranks and servers"], *map(list, describe_placement(plan, placement))]
     what = clear_text(plan) if len({*placement[: plan.num_ranks]}) > 1 else ""
-    note = f"\n\n- {what} cross hosts in clear text: it needs --trust-network" if what else ""
-    return f"\n{table(rows, ())}{note}"
+    notes = [f"{what} cross hosts in clear text: it needs --trust-network"] if what else []
+    if sent := _bytes_between(found, plan, placement):
+        notes.append(f"each host sends the others {sent:,.0f} bytes in a step")
+    return f"\n{table(rows, ())}" + "".join(f"\n\n- {note}" for note in notes)
+
+
+def _bytes_between(found: "Explanation", plan: "Plan", placement: tuple[int, ...]) -> float:
+    """What ranks on cores send from the host of rank 0 along `data` and to all, without servers."""
+    from shoal.cost.rank_places import bytes_across, crosses_by_host, group_of
+
+    total = 0.0
+    for message in found.ranks[0].messages:
+        if message.axis in ("data", "world"):
+            group = group_of(plan, placement, message.axis)
+            by_host = crosses_by_host(group, message.how)
+            sent = bytes_across(group, message.num_bytes, message.how, by_host)
+            total += sent * group.num_groups
+    return total
 
 
 def _look(given: dict[str, Any], run: "Run") -> "Explanation":

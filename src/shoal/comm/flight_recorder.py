@@ -3,7 +3,7 @@
 A ring holds what each collective was (operation, bucket, bytes, step), the line that started it,
 and when it began and ended. A collective has a number within its group, the same on every rank, so
 that a supervisor which hears of two ranks knows which of them did not come
-(`elastic/hangs.py`). While steps are traced, each one is a span as well. Works on any transport,
+(`comm/hangs.py`). While steps are traced, each one is a span as well. Works on any transport,
 since it records what Shoal calls and not what the transport does.
 
 Cost: under 1 us a collective (bench `ui-recording`). Read next: `collectives.py`, which calls it.
@@ -78,6 +78,12 @@ class CollectiveRecord(msgspec.Struct, gc=False):
         name = self.code.co_filename.removeprefix(_PACKAGE)
         lines = (line for start, end, line in self.code.co_lines() if self.instruction < end)
         return f"{self.code.co_name} ({name}:{next(lines, 0)})"
+
+    @property
+    def named(self) -> str:
+        """What it is, for an error."""
+        what = f"{self.what}, " if self.what else ""
+        return f"{self.op} ({what}{self.num_bytes} bytes) of step {self.step}, begun at {self.at}"
 
     def told(self, now: float) -> OpenCollective:
         what = f"{self.what}, {self.num_bytes} bytes" if self.what else f"{self.num_bytes} bytes"

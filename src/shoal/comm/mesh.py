@@ -14,12 +14,18 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+import msgspec
+
 from shoal.comm.collectives import Group
+from shoal.comm.flight_recorder import RECORDER, Standing
+from shoal.comm.hangs import explain_hang
 from shoal.comm.launcher_store import launcher_store, meeting_place
 from shoal.comm.rendezvous import form_group, leave_group, wait_for_ranks
 from shoal.comm.wire import Keys
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 FORM_TIMEOUT_S = 30.0
+ANSWER_S = 3.0  # for other ranks to say where they stand
 
 
 class Axes(NamedTuple):
@@ -213,6 +220,24 @@ class Seat(Protocol):
     def close(self) -> None: ...
 
 
+def _explain_wait(store: "dist.Store", world: World) -> str:
+    """Who keeps the others waiting. Ranks that wait come to their deadlines together, and tell each
+    other where they stand; who says nothing is somewhere else."""
+    own, heard = RECORDER.standing(0.0), dict[int, Standing]()
+    if own is None:
+        return ""
+    with suppress(RuntimeError):  # the store is gone with its rank
+        store.set(str(world.rank), msgspec.json.encode(own).decode())
+        until = time.monotonic() + ANSWER_S
+        while len(heard) < world.num_ranks and time.monotonic() < until:
+            for rank in {*range(world.num_ranks)} - {*heard}:
+                if store.check([str(rank)]):
+                    heard[rank] = msgspec.json.decode(store.get(str(rank)), type=Standing)
+            time.sleep(0.02)
+    found = explain_hang(heard, world.num_ranks, RECORDER.step)
+    return found.text if found is not None else ""
+
+
 class LauncherSeat:
     """The seat a launcher gave (torchrun, srun, mpirun), or a world of one. Not to be refilled."""
 
@@ -252,7 +277,8 @@ class LauncherSeat:
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             wait_for_ranks(store, f"shoal/{restart}", world, timeout_s)
             form_group(store, f"shoal/{restart}", world, timedelta(seconds=timeout_s))
-            self._groups.append(Group(dist.group.WORLD))
+            explain = partial(_explain_wait, dist.PrefixStore(f"standing/{restart}", store), world)
+            self._groups.append(Group(dist.group.WORLD, explain=explain))
         group = self._groups[0] if self._groups else Group(dist.group.WORLD)
         check(group)
         mesh = Mesh.form(group, axes, world.device)

@@ -1,8 +1,9 @@
 """Sums over ranks whose bits do not depend on how many ranks there are.
 
 Each rank has one row per aligned block of its pieces (`tree.py`). With two blocks in all, any
-all-reduce adds the same two numbers. Otherwise every rank gets its shard of every row by an
-all-to-all, folds them in the tree's order and sends the result to all: the bytes of a ring
+all-reduce adds the same two numbers; with one on each rank, one that adds by a tree over the ranks
+(in memory, or host by host) adds as it should. Otherwise every rank gets its shard of every row by
+an all-to-all, folds them in the tree's order and sends the result to all: the bytes of a ring
 all-reduce when each rank has one row. Small rows, whose cost is latency, go whole to all ranks, and
 every rank folds them. Not for sums whose order is free: that is `Group.all_reduce`.
 
@@ -29,7 +30,11 @@ class TreeReduce:
         self.blocks = blocks
         self.num_rows = len(blocks[group.rank])
         self.num_pieces = sum(block.num_pieces for row in blocks for block in row)
-        self.any_order = all(len(row) == 1 for row in blocks) and len(blocks) <= 2
+        of_one = all(len(row) == 1 for row in blocks)
+        size = blocks[0][0].num_pieces if of_one else 0
+        in_line = of_one and all(row[0].first == r * size for r, row in enumerate(blocks))
+        self.by_transport = in_line and group.adds_by_tree
+        self.any_order = self.by_transport or (of_one and len(blocks) <= 2)
         self.buffers = BufferPool()  # for received rows
 
     def start(self, rows: Sequence[Tensor]) -> "Reduction":
@@ -79,6 +84,9 @@ class ReduceScatter:
         self.received: dict[Block, Tensor] = {}
         self.arrivals: list[Pending] = []
         self._lent: list[Tensor] = []
+        if tree.by_transport:
+            self.arrivals = [group.reduce_scatter(sum_, rows[0].split(lengths))]
+            return
         for k in range(max(len(blocks) for blocks in tree.blocks)):
             senders = [r for r in range(num_ranks) if k < len(tree.blocks[r])]
             out = tree.buffers.take(own * len(senders), rows[0])

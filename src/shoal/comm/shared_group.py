@@ -1,7 +1,8 @@
-"""A process group of torch whose ranks are of one host and share memory instead of sending.
+"""A process group of torch whose ranks share memory where they are of one host.
 
 Ranks of one host that talk through Gloo send every byte through the kernel's TCP. This group moves
-it through memory (`shared_rounds.py`). Being a `ProcessGroup` it serves buckets, FSDP2, DTensor and
+it through memory (`shared_rounds.py`); over several hosts it adds up inside each, and sends through
+Gloo what is left (`hierarchical.py`). Being a `ProcessGroup` it serves buckets, FSDP2, DTensor and
 pipelines, which do not know it. Where ranks cannot share memory, `new_shared_group` returns None on
 all of them, and Gloo stays.
 
@@ -10,7 +11,7 @@ rest is done while this process waits, for whatever operation, so that ranks whi
 things never wait for each other. Who waits polls, yields its core, then sleeps, so that more ranks
 than cores do not starve. A peer that is gone, or does not come by the deadline, is named.
 
-Not for GPUs, nor for several hosts. Read next: `collectives.py`, for what uses it.
+Not for GPUs. Read next: `collectives.py`, for what uses it.
 """
 # mypy: disable-error-code="override, assignment"
 # (torch calls some methods by two names, and each in one of several ways)
@@ -23,15 +24,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.hierarchical import (
+    NUM_LANES,
+    GlooBox,
+    HierarchicalRounds,
+    HostLayout,
+    Links,
+    PeerLost,
+    this_host,
+)
 from shoal.comm.shared_memory import NotShared, SegmentHandle, SharedSegment
-from shoal.comm.shared_rounds import SUM, Mailbox, Operator, SharedRounds, Steps, segment_bytes
+from shoal.comm.shared_rounds import (
+    SUM,
+    Mailbox,
+    Operator,
+    SharedRounds,
+    Steps,
+    flat_of,
+    segment_bytes,
+)
 from shoal.logs import warn_once
 
 BACKEND = "shoal_shared"
@@ -48,15 +66,22 @@ class SharedWork(dist.Work):
         super().__init__()
         self.what, self.group = what, group
         self._steps, self._tensors = steps, list(tensors)
-        self._is_done, self._failure = False, ""
+        self._is_done, self._failure, self.lane = False, "", 0
 
     def advance(self) -> bool:
-        """Do what can be done now; whether it is over."""
+        """Do what can be done now; whether it is over, or goes on in another lane."""
+        if self.is_completed():
+            return True
         try:
-            self._is_done = self._is_done or next(self._steps, self) is self
-        except NotShared as error:
+            found = next(self._steps, self)
+        except (NotShared, PeerLost) as error:
             self.fail(str(error))
-        return self.is_completed()
+            return True
+        if found is self:
+            self._is_done = True
+        elif found is not None:
+            self.lane = cast(int, found)
+        return found is not None
 
     def fail(self, why: str) -> None:
         self._failure = f"{self.what}: {why}"
@@ -88,12 +113,13 @@ class SharedWork(dist.Work):
 class SharedGroup(dist.ProcessGroup):
     """Each method is called by all ranks, in the same order, but for `send` and `recv`."""
 
-    def __init__(self, rounds: SharedRounds, timeout_s: float):
+    def __init__(self, rounds: SharedRounds | HierarchicalRounds, timeout_s: float):
         super().__init__(rounds.rank, rounds.num_ranks)  # type: ignore[call-arg]
         self._rounds, self.timeout_s = rounds, timeout_s
         self.is_lost: Callable[[], bool] = lambda: False  # whether the generation is over
-        self._collectives: deque[SharedWork] = deque()
-        self._boxes: dict[tuple[int, int], tuple[Mailbox, deque[SharedWork]]] = {}
+        # Of each lane, the collectives in it: those of a lane begin and end in one order.
+        self._lanes: list[deque[SharedWork]] = [deque() for _ in range(NUM_LANES)]
+        self._boxes: dict[tuple[int, int], tuple[Mailbox | GlooBox, deque[SharedWork]]] = {}
 
     # ---- under way
 
@@ -101,7 +127,9 @@ class SharedGroup(dist.ProcessGroup):
         """Do what can be done now of all that is under way, each kind in its order."""
         for queue in self._queues():
             while queue and queue[0].advance():
-                queue.popleft()
+                work = queue.popleft()
+                if not work.is_completed():
+                    self._lanes[work.lane].append(work)
         if not any(self._queues()):
             _BUSY.discard(self)
 
@@ -110,12 +138,26 @@ class SharedGroup(dist.ProcessGroup):
             if is_gone(pid):
                 work.fail(f"rank {rank} of the group (process {pid}) is gone")
 
-    def who_is_late(self) -> str:
-        late = self._rounds.late()
+    @property
+    def is_of_one_host(self) -> bool:
+        return isinstance(self._rounds, SharedRounds)
+
+    @property
+    def adds_by_tree(self) -> bool:
+        """Whether sums are those of a tree over the ranks (`tree.py`)."""
+        return self._rounds.adds_by_tree
+
+    def who_is_late(self, work: SharedWork | None = None) -> str:
+        """Whom a message waits for; else whom the oldest collective does."""
+        for ends, (_, queue) in self._boxes.items():
+            if work in queue:
+                return f"rank {sum(ends) - self._rounds.rank} of the group"
+        lane = max((k for k, queue in enumerate(self._lanes) if queue), default=0)
+        late = self._rounds.late(lane)
         return f"rank {', '.join(map(str, late))} of the group" if late else "another rank"
 
     def _queues(self) -> list[deque[SharedWork]]:
-        return [self._collectives, *(queue for _, queue in self._boxes.values())]
+        return [*self._lanes, *(queue for _, queue in self._boxes.values())]
 
     def _start(
         self,
@@ -126,7 +168,7 @@ class SharedGroup(dist.ProcessGroup):
     ) -> SharedWork:
         work = SharedWork(self, what, steps, tensors)
         with _LOCK:
-            (self._collectives if queue is None else queue).append(work)
+            (self._lanes[0] if queue is None else queue).append(work)
             _BUSY.add(self)
             self.progress()
         return work
@@ -134,8 +176,9 @@ class SharedGroup(dist.ProcessGroup):
     # ---- numbers, without tensors
 
     def gather_bytes(self, content: bytes) -> list[bytes]:
-        """Of all ranks, each at most a few hundred kilobytes."""
+        """Of all ranks of one host, each at most a few hundred kilobytes."""
         found: list[bytes] = []
+        assert isinstance(self._rounds, SharedRounds)
         self._start("all-gather", self._rounds.gather_bytes(content, found)).wait()
         return found
 
@@ -144,7 +187,7 @@ class SharedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> SharedWork:
         operator = self._operator(opts)
         steps = (self._rounds.all_reduce(tensor, operator) for tensor in tensors)
-        return self._start("all-reduce", _one_by_one(steps), tensors)
+        return self._start("all-reduce", _together(steps), tensors)
 
     allreduce_coalesced = allreduce
 
@@ -162,7 +205,7 @@ class SharedGroup(dist.ProcessGroup):
     ) -> SharedWork:
         rows = [output.view(self._rounds.num_ranks, -1).unbind() for output in outputs]
         steps = map(self._rounds.all_gather, rows, inputs)
-        return self._start("all-gather", _one_by_one(steps), outputs)
+        return self._start("all-gather", _together(steps), outputs)
 
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> SharedWork:
         return self.allgather_into_tensor_coalesced([output], [own])
@@ -172,9 +215,19 @@ class SharedGroup(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> SharedWork:
-        operator, pairs = self._operator(opts), zip(outputs, inputs, strict=True)
-        steps = (self._rounds.reduce_scatter(o, i, operator) for o, i in pairs)
-        return self._start("reduce-scatter", _one_by_one(steps), outputs)
+        operator, n = self._operator(opts), self._rounds.num_ranks
+        rows = [flat_of(tensor)[0].view(n, -1).unbind() for tensor in inputs]
+        pairs = zip(outputs, rows, strict=True)
+        steps = (self._rounds.reduce_scatter(o, of_ranks, operator) for o, of_ranks in pairs)
+        return self._start("reduce-scatter", _together(steps), outputs)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> SharedWork:
+        """Rows of ranks may be of unlike lengths."""
+        rows = [flat_of(row)[0] for row in inputs[0]]
+        steps = self._rounds.reduce_scatter(outputs[0], rows, self._operator(opts))
+        return self._start("reduce-scatter", steps, outputs)
 
     def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> SharedWork:
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
@@ -201,7 +254,7 @@ class SharedGroup(dist.ProcessGroup):
     all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> SharedWork:
-        return self._start("barrier", self._rounds.gather_bytes(b"", []))
+        return self._start("barrier", self._rounds.barrier())
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> SharedWork:
         box, queue = self._box(self._rounds.rank, to)
@@ -230,7 +283,7 @@ class SharedGroup(dist.ProcessGroup):
 
     # ---- parts of these
 
-    def _box(self, source: int, to: int) -> tuple[Mailbox, deque[SharedWork]]:
+    def _box(self, source: int, to: int) -> tuple[Mailbox | GlooBox, deque[SharedWork]]:
         if (source, to) not in self._boxes:
             self._boxes[source, to] = self._rounds.mailbox(source, to), deque()
         return self._boxes[source, to]
@@ -273,7 +326,7 @@ def _drive(work: SharedWork, timeout_s: float) -> None:
         if group.is_lost():
             work.fail("the generation is over")
         elif now - began > group.timeout_s:
-            work.fail(f"{group.who_is_late()} did not come within {group.timeout_s:g} s")
+            work.fail(f"{group.who_is_late(work)} did not come within {group.timeout_s:g} s")
         elif now - looked > LOOK_S:
             looked = now
             group.look_for_peers(work)
@@ -281,16 +334,32 @@ def _drive(work: SharedWork, timeout_s: float) -> None:
             raise RuntimeError(f"{work.what} is not done after {timeout_s:g} s")
 
 
-def _one_by_one(operations: Iterable[Steps]) -> Steps:
-    for steps in operations:
-        yield from steps
+def _together(operations: Iterable[Steps]) -> Steps:
+    """One after another in each lane."""
+    left = [*operations]
+    while left:
+        lanes: list[int] = []
+        for steps in left:
+            for found in steps:
+                if found is not None:
+                    lanes.append(found)
+                    break
+                yield None
+        assert len(lanes) in (0, len(left)), "operations of one kind go through the same lanes"
+        left = left if lanes else []
+        if lanes:
+            yield lanes[0]
 
 
 def new_shared_group(
-    ranks: Sequence[int], timeout: timedelta, is_lost: Callable[[], bool] = lambda: False
+    ranks: Sequence[int],
+    timeout: timedelta,
+    is_lost: Callable[[], bool] = lambda: False,
+    deadline_s: float | None = None,
 ) -> SharedGroup | None:
-    """A group of these ranks of the world; None if they do not share memory, as on two hosts. All
-    of them call it, and get the same answer. Waits end when the group `is_lost`."""
+    """A group of these ranks of the world; None if no two of them share memory, or some cannot. All
+    of them call it, and get the same answer. Waits end when the group `is_lost`, or at the
+    deadline, which is the `timeout` of Gloo if none is given."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
     try:
@@ -300,32 +369,63 @@ def new_shared_group(
     except NotShared:
         return None
     assert isinstance(group, SharedGroup)
-    group.is_lost = is_lost
+    group.is_lost, group.timeout_s = is_lost, deadline_s or group.timeout_s
     return group
 
 
 def _create(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> SharedGroup:
-    """Meet in the store: the first rank makes the memory, and all say whether they have it."""
-    segment, why = None, ""
+    """Meet in the store. Ranks of one host share memory; so do those of each of several."""
+    hosts = HostLayout.of(_told(store, "host", rank, num_ranks, this_host()))
+    if hosts.num_hosts == 1:
+        (rounds,) = _share(store, rank, num_ranks, 1)
+        return SharedGroup(rounds, timeout.total_seconds())
+    if why := hosts.why_flat():
+        if rank == 0 and max(hosts.counts) > 1:
+            warn_once(f"Ranks exchange as if each were on a host of its own: {why}")
+        raise NotShared(why)
+    host, place = divmod(rank, hosts.counts[0])
+    why = ""
+    try:
+        inward, outward = _share(dist.PrefixStore(f"{host}", store), place, hosts.counts[0], 2)
+    except NotShared as error:
+        why = str(error)
+    if any(reasons := _told(store, "shares", rank, num_ranks, why)):
+        raise NotShared(next(filter(None, reasons)))
+    links = Links.form(store, rank, hosts, timeout)
+    rounds_of_hosts = HierarchicalRounds(inward, outward, links, rank)
+    return SharedGroup(rounds_of_hosts, timeout.total_seconds())
+
+
+def _share(store: dist.Store, rank: int, num_ranks: int, count: int) -> list[SharedRounds]:
+    """The first rank makes the memory of so many rounds, and all say whether they have it."""
+    segment, why, size = None, "", segment_bytes(num_ranks)
     try:
         if platform.machine() not in KEEPS_ORDER:
             raise NotShared(f"{platform.machine()} may show stores to another core out of order")
         if rank == 0:
-            segment = SharedSegment.create(segment_bytes(num_ranks))
+            segment = SharedSegment.create(size * count)
             store.set("segment", msgspec.json.encode(segment.place).decode())
         else:
             place = msgspec.json.decode(store.get("segment"), type=SegmentHandle)
-            segment = SharedSegment.open(place, segment_bytes(num_ranks) + (1 << 16))
+            segment = SharedSegment.open(place, size * count + (1 << 16))
     except (NotShared, msgspec.MsgspecError) as error:
         why = str(error)
         if rank == 0:
             warn_once(f"Ranks of one host exchange through TCP, which is slower: {why}")
             store.set("segment", "none")
-    store.set(f"why/{rank}", why)
-    reasons = [store.get(f"why/{each}").decode() for each in range(num_ranks)]
+    reasons = _told(store, "why", rank, num_ranks, why)
     if segment is None or any(reasons):
         raise NotShared(next(filter(None, reasons)))
-    return SharedGroup(SharedRounds(segment, rank, num_ranks), timeout.total_seconds())
+    parts = segment.bytes[: size * count].split(size)
+    return [SharedRounds(part, rank, num_ranks) for part in parts]
+
+
+def _told(store: dist.Store, what: str, rank: int, num_ranks: int, own: str) -> list[str]:
+    """What each rank says, by rank."""
+    store.set(f"{what}/{rank}", own)
+    keys = [f"{what}/{each}" for each in range(num_ranks)]
+    store.wait(keys)
+    return [store.get(key).decode() for key in keys]
 
 
 def is_gone(pid: int) -> bool:

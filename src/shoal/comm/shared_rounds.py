@@ -4,8 +4,9 @@ Each rank has a ring of slots, and writes only there. In a round every rank may 
 its next slot. A count beside the ring says how many it has put in, another how many rounds it is
 done with, so a slot is written again only when all have read it. Every collective is a sequence of
 rounds: an all-reduce of two ranks is one copy and one addition for each slot's worth. Sums are
-taken in the order of ranks, by every rank alike, so that all get the same bits. A `Mailbox` is the
-like for two ranks, with slots as large as the messages.
+taken in the order of a tree over the ranks (`tree.py`), so that all get the same bits, and those of
+exact sums where each rank brings one block. A `Mailbox` is the like for two ranks, with slots as
+large as the messages.
 
 Operations are generators that yield where they would have to wait, and nothing here waits: see
 `shared_group.py`, which drives them. Only for CPUs that keep the order of stores (x86): who sees a
@@ -16,7 +17,6 @@ for each two that send to one another.
 import mmap
 import os
 from collections.abc import Callable, Generator, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,8 +38,10 @@ _HANDLE_BYTES = 256
 _PUT, _READ, _PID = 0, 1, 2  # columns of a rank's row
 _VERSION, _LETTER_BYTES = 2, 3  # and, beside the first two, of a mailbox's
 
-Steps = Generator[None, None, None]  # an operation: it yields where it would have to wait
+# An operation: it yields None where it would have to wait, or the lane that it goes on in.
+Steps = Generator[int | None, None, None]
 Operator = tuple[Callable[..., Tensor], int]  # and what a mean is divided by, or 0
+_Part = Tensor | Sequence[Tensor] | None  # of one rank in a round; several stand in columns
 SUM: Operator = (torch.add, 0)
 MAX: Operator = (torch.maximum, 0)
 
@@ -52,12 +54,12 @@ def segment_bytes(num_ranks: int) -> int:
 class SharedRounds:
     """One rank's view of the memory. All ranks make the same operations, in the same order."""
 
-    def __init__(self, segment: SharedSegment, rank: int, num_ranks: int):
+    def __init__(self, memory: Tensor, rank: int, num_ranks: int):
+        """`memory` is the same for all, as large as `segment_bytes` says, and zero at first."""
         self.rank, self.num_ranks = rank, num_ranks
-        self._segment = segment
-        self._memory = segment.bytes.numpy().data.cast("B")
+        self._memory = memory.numpy().data.cast("B")
         self._words = self._memory[: _words_bytes(num_ranks)].cast("q")
-        slots = segment.bytes[_head_bytes(num_ranks) :][: num_ranks * RING * SLOT_BYTES]
+        slots = memory[_head_bytes(num_ranks) :][: num_ranks * RING * SLOT_BYTES]
         self._slots = slots.view(num_ranks, RING, SLOT_BYTES)
         self._round = self._num_put = 0  # rounds that are over, and that this rank has put into
         self._words[rank * _ROW_WORDS + _PID] = os.getpid()
@@ -67,7 +69,12 @@ class SharedRounds:
         found = {r: self._words[r * _ROW_WORDS + _PID] for r in range(self.num_ranks)}
         return {rank: pid for rank, pid in found.items() if pid}
 
-    def late(self) -> list[int]:
+    @property
+    def adds_by_tree(self) -> bool:
+        """Whether sums are those of a tree over all ranks."""
+        return True
+
+    def late(self, lane: int = 0) -> list[int]:
         """The ranks that have put nothing into the round under way."""
         put = [self._words[r * _ROW_WORDS + _PUT] for r in range(self.num_ranks)]
         return [rank for rank, count in enumerate(put) if count <= self._round]
@@ -83,48 +90,40 @@ class SharedRounds:
     # ---- operations
 
     def all_reduce(self, tensor: Tensor, operator: Operator) -> Steps:
-        """In place. Large tensors in two turns: each rank adds up its share of every part, then all
-        read the sums of the others."""
-        flat, is_copy = _flat(tensor)
-        parts = _parts(flat)
-        in_shares = self.num_ranks > 2 and flat.nbytes > SMALL_BYTES
-        shares = [_shares(part, self.num_ranks) for part in parts]
-        own = [each[self.rank] for each in shares] if in_shares else parts
+        """In place. What is large each of several ranks adds up a share of."""
+        flat, is_copy = flat_of(tensor)
+        if self.num_ranks > 2 and flat.nbytes > SMALL_BYTES:
+            shares = shares_of(flat, self.num_ranks)
+            yield from self.reduce_scatter(shares[self.rank], shares, operator)
+            yield from self.all_gather(shares, shares[self.rank])
+        else:
+            parts = _parts(flat)
+
+            def add(number: int) -> None:
+                rows = [self._slot(r, parts[number]) for r in range(self.num_ranks)]
+                reduce_rows(parts[number], rows, operator)
+
+            yield from self._rounds(parts, add)
+        put_back(tensor, flat, is_copy)
+
+    def reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], operator: Operator) -> Steps:
+        """`rows` are by rank, flat, maybe of unlike lengths: a slot has a column for each."""
+        flat, is_copy = flat_of(output)
+        width = SLOT_BYTES // self.num_ranks // flat.element_size()
+        num_rounds = max(1, -(-max(map(len, rows)) // width))
+        sums = [flat[k * width : (k + 1) * width] for k in range(num_rounds)]
 
         def add(number: int) -> None:
-            rows = [self._slot(r, parts[number]) for r in range(self.num_ranks)]
-            if in_shares:
-                rows = [_shares(row, self.num_ranks)[self.rank] for row in rows]
-            _reduce(own[number], rows, operator)
+            of_ranks = range(self.num_ranks)
+            slots = [self._column(r, self.rank, width, sums[number]) for r in of_ranks]
+            reduce_rows(sums[number], slots, operator)
 
-        def take(number: int) -> None:
-            for rank, share in enumerate(shares[number]):
-                if rank != self.rank:
-                    share.copy_(self._slot(rank, share))
-
+        parts = [[row[k * width : (k + 1) * width] for row in rows] for k in range(num_rounds)]
         yield from self._rounds(parts, add)
-        if in_shares:
-            yield from self._rounds(own, take)
-        _put_back(tensor, flat, is_copy)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, operator: Operator) -> Steps:
-        """A slot holds as much of the share of every rank as fits."""
-        n = self.num_ranks
-        flat, is_copy = _flat(output)
-        rows = _flat(tensor)[0].view(n, -1)
-        width = SLOT_BYTES // n // flat.element_size()
-        parts = [part.reshape(-1) for part in rows.split(width, 1)]
-        sums = _parts(flat, width)
-
-        def add(number: int) -> None:
-            slots = [self._slot(r, parts[number]).view(n, -1)[self.rank] for r in range(n)]
-            _reduce(sums[number], slots, operator)
-
-        yield from self._rounds(parts, add)
-        _put_back(output, flat, is_copy)
+        put_back(output, flat, is_copy)
 
     def broadcast(self, tensor: Tensor, source: int) -> Steps:
-        flat, is_copy = _flat(tensor)
+        flat, is_copy = flat_of(tensor)
         parts = _parts(flat)
 
         def take(number: int) -> None:
@@ -132,59 +131,56 @@ class SharedRounds:
                 parts[number].copy_(self._slot(source, parts[number]))
 
         yield from self._rounds(parts if self.rank == source else [None] * len(parts), take)
-        _put_back(tensor, flat, is_copy and self.rank != source)
+        put_back(tensor, flat, is_copy and self.rank != source)
 
     def all_gather(self, outputs: Sequence[Tensor], own: Tensor) -> Steps:
         """Tensors of ranks may be of unlike lengths."""
-        flats = [_flat(tensor) for tensor in outputs]
+        flats = [flat_of(tensor) for tensor in outputs]
         parts = [_parts(flat) for flat, _ in flats]
         num_rounds = max(map(len, parts))
+        in_place = outputs[self.rank].data_ptr() == own.data_ptr()
 
         def take(number: int) -> None:
             for rank, of_rank in enumerate(parts):
-                if number < len(of_rank):
+                if number < len(of_rank) and not (in_place and rank == self.rank):
                     of_rank[number].copy_(self._slot(rank, of_rank[number]))
 
-        mine = _parts(_flat(own)[0])
+        mine = _parts(flat_of(own)[0])
         yield from self._rounds([*mine, *[None] * (num_rounds - len(mine))], take)
         for output, (flat, is_copy) in zip(outputs, flats, strict=True):
-            _put_back(output, flat, is_copy)
+            put_back(output, flat, is_copy)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
         """A slot has a column for each rank. Who has most to send or get says how many rounds."""
-        flats = [_flat(tensor) for tensor in outputs]
-        sent = [_flat(tensor)[0] for tensor in inputs]
+        flats = [flat_of(tensor) for tensor in outputs]
+        sent = [flat_of(tensor)[0] for tensor in inputs]
         longest = torch.tensor([max(map(len, [*(flat for flat, _ in flats), *sent]))])
         yield from self.all_reduce(longest, MAX)
         width = SLOT_BYTES // self.num_ranks // sent[0].element_size()
-        columns = sent[0].new_empty(self.num_ranks, width)
+        starts = range(0, int(longest), width)
 
-        def fill(start: int) -> Tensor:
-            for column, row in zip(columns, sent, strict=True):
-                part = row[start : start + width]
-                column[: len(part)] = part
-            return columns.view(-1)
-
-        def take(start: int, _: int) -> None:
+        def take(number: int) -> None:
             for rank, (flat, _) in enumerate(flats):
-                part = flat[start : start + width]
-                part.copy_(self._slot(rank, columns)[self.rank * width :][: len(part)])
+                part = flat[starts[number] : starts[number] + width]
+                part.copy_(self._column(rank, self.rank, width, part))
 
-        for start in range(0, int(longest), width):
-            yield from self._rounds([fill(start)], partial(take, start))
+        yield from self._rounds([[row[k : k + width] for row in sent] for k in starts], take)
         for output, (flat, is_copy) in zip(outputs, flats, strict=True):
-            _put_back(output, flat, is_copy)
+            put_back(output, flat, is_copy)
+
+    def barrier(self) -> Steps:
+        yield from self.gather_bytes(b"", [])
 
     def gather_bytes(self, content: bytes, found: list[bytes]) -> Steps:
         """Of all ranks, each shorter than a slot; without tensors, so in some microseconds."""
         while not self._may_put():
-            yield
+            yield None
         start = self._slot_start(self.rank, self._num_put)
         self._memory[start + _WORD : start + _WORD + len(content)] = content
         self._memory[start : start + _WORD] = len(content).to_bytes(_WORD, "little")
         self._end_put()
         while not self._is_complete():
-            yield
+            yield None
         for rank in range(self.num_ranks):
             start = self._slot_start(rank, self._round)
             length = int.from_bytes(self._memory[start : start + _WORD], "little")
@@ -193,18 +189,18 @@ class SharedRounds:
 
     # ---- rounds
 
-    def _rounds(self, parts: Sequence[Tensor | None], take: Callable[[int], None]) -> Steps:
+    def _rounds(self, parts: Sequence[_Part], take: Callable[[int], None]) -> Steps:
         """A round for each part; `take` is called in each when all have put in theirs. As many are
         put in ahead as there are slots."""
         num_put = 0
         for number in range(len(parts)):
             while num_put < len(parts) and (self._may_put() or num_put == number):
                 while not self._may_put():
-                    yield
+                    yield None
                 self._put(parts[num_put])
                 num_put += 1
             while not self._is_complete():
-                yield
+                yield None
             take(number)
             self._end_round()
 
@@ -213,10 +209,15 @@ class SharedRounds:
         oldest, words = self._num_put - RING, self._words
         return all(words[r * _ROW_WORDS + _READ] > oldest for r in range(self.num_ranks))
 
-    def _put(self, part: Tensor | None) -> None:
-        if part is not None and part.numel():
-            slot = self._slots[self.rank, self._num_put % RING, : part.nbytes]
-            slot.view(part.dtype).copy_(part)
+    def _put(self, part: _Part) -> None:
+        slot = self._slots[self.rank, self._num_put % RING]
+        if isinstance(part, Tensor):
+            slot[: part.nbytes].view(part.dtype).copy_(part)
+        elif part is not None:
+            width = SLOT_BYTES // self.num_ranks // part[0].element_size()
+            for column, values in enumerate(part):
+                start = column * width * values.element_size()
+                slot[start : start + values.nbytes].view(values.dtype).copy_(values)
         self._end_put()
 
     def _end_put(self) -> None:
@@ -231,6 +232,12 @@ class SharedRounds:
     def _slot(self, rank: int, like: Tensor) -> Tensor:
         """What a rank has put into this round: as many elements as `like` has."""
         return self._slots[rank, self._round % RING, : like.nbytes].view(like.dtype)
+
+    def _column(self, rank: int, column: int, width: int, like: Tensor) -> Tensor:
+        """What a rank has put into a column of this round."""
+        start = column * width * like.element_size()
+        slot = self._slots[rank, self._round % RING, start : start + like.nbytes]
+        return slot.view(like.dtype)
 
     def _slot_start(self, rank: int, number: int) -> int:
         return _head_bytes(self.num_ranks) + (rank * RING + number % RING) * SLOT_BYTES
@@ -267,9 +274,9 @@ class Mailbox:
         self._version = self._slot_bytes = self._num_slots = 0
 
     def send(self, tensor: Tensor) -> Steps:
-        flat = _flat(tensor)[0]
+        flat = flat_of(tensor)[0]
         while not self._has_room(flat.nbytes):
-            yield
+            yield None
         if not self._fits(flat.nbytes):
             self._make(1 << max(16, (flat.nbytes - 1).bit_length()))
         if flat.numel():
@@ -277,15 +284,15 @@ class Mailbox:
         self._words[_PUT] += 1
 
     def receive(self, tensor: Tensor) -> Steps:
-        flat, is_copy = _flat(tensor)
+        flat, is_copy = flat_of(tensor)
         while self._words[_PUT] <= self._words[_READ]:
-            yield
+            yield None
         if self._words[_VERSION] != self._version:
             self._open()
         if flat.numel():
             flat.copy_(self._slot(self._words[_READ], flat))
         self._words[_READ] += 1
-        _put_back(tensor, flat, is_copy)
+        put_back(tensor, flat, is_copy)
 
     def _has_room(self, num_bytes: int) -> bool:
         on_its_way = self._words[_PUT] - self._words[_READ]
@@ -321,21 +328,23 @@ class Mailbox:
         self._num_slots = min(MOST_LETTERS, max(2, MAIL_BYTES // slot_bytes))
 
 
-def _reduce(out: Tensor, rows: Sequence[Tensor], operator: Operator) -> None:
+def reduce_rows(out: Tensor, rows: Sequence[Tensor], operator: Operator) -> None:
+    """In the order of the tree: neighbours first, one that has none as it is."""
     function, divisor = operator
+    while len(rows) > 2:
+        pairs = zip(rows[::2], rows[1::2], strict=False)
+        rows = [*(function(a, b) for a, b in pairs), *rows[len(rows) & ~1 :]]
     function(rows[0], rows[1], out=out)
-    for row in rows[2:]:
-        function(out, row, out=out)
     if divisor:
         out.div_(divisor)
 
 
-def _flat(tensor: Tensor) -> tuple[Tensor, bool]:
+def flat_of(tensor: Tensor) -> tuple[Tensor, bool]:
     """All elements in a row, and whether that is a copy."""
     return tensor.detach().reshape(-1), not tensor.is_contiguous()
 
 
-def _put_back(tensor: Tensor, flat: Tensor, is_copy: bool) -> None:
+def put_back(tensor: Tensor, flat: Tensor, is_copy: bool) -> None:
     if is_copy:
         tensor.detach().copy_(flat.view(tensor.shape))
 
@@ -345,7 +354,7 @@ def _parts(flat: Tensor, width: int = 0) -> list[Tensor]:
     return list(flat.split(width or SLOT_BYTES // flat.element_size()))
 
 
-def _shares(part: Tensor, num_ranks: int) -> list[Tensor]:
+def shares_of(part: Tensor, num_ranks: int) -> list[Tensor]:
     cuts = [len(part) * rank // num_ranks for rank in range(num_ranks + 1)]
     return [part[start:stop] for start, stop in pairwise(cuts)]
 

@@ -180,7 +180,7 @@ class _Step:
         between = self.places.group("pipeline", 0)
         if plan.pipeline > 1 and next_rank != rank and next_rank < plan.pipeline:
             ends = {self.places.hosts[rank * step], self.places.hosts[next_rank * step]}
-            between = between._replace(is_inside=len(ends) == 1, num_ranks=2, num_local=1)
+            between = between._replace(num_hosts=len(ends), num_ranks=2, num_local=1)
         return StageTimes(
             index=index,
             rank=rank,

@@ -2,7 +2,8 @@
 
 Ranks are placed by the function that places those of a run (`cluster/placement.py`). A group whose
 ranks are on one host uses the link inside it; another crosses hosts, whose ranks share the link
-between them.
+between them. Where hosts have as many of its ranks as each other, what is summed or gathered
+crosses once a host (`comm/hierarchical.py`).
 """
 
 import math
@@ -18,14 +19,23 @@ from shoal.data.balance import can_balance
 from shoal.plans.plan import Plan
 from shoal.sync.costs import Message
 
+# What crosses hosts once a host, by the names of `sync/costs.py`.
+_BY_HOST = ("all-reduce", "reduce-scatter", "all-gather", "gather")
+
 
 class RankGroup(NamedTuple):
     """Ranks that communicate: their number, and how they lie on hosts."""
 
     num_ranks: int
-    is_inside: bool  # all on one host
+    num_hosts: int
     num_local: int  # on the host that has most of them
     num_groups: int  # of such groups on that host, which send at once
+    is_even: bool = False  # each host has as many, and more than one
+
+    @property
+    def is_inside(self) -> bool:
+        """All on one host."""
+        return self.num_hosts == 1
 
 
 class RankPlaces:
@@ -41,28 +51,7 @@ class RankPlaces:
         return Counter(self.hosts[: self.plan.num_ranks])
 
     def group(self, axis: str, rank: int = 0) -> RankGroup:
-        plan, data = self.plan, self.plan.num_replicas
-        members: Sequence[int]
-        apart = plan.num_apart if plan.local_steps > 1 else 1
-        if axis == "tensor":
-            members = range(rank, rank + plan.tensor)
-        elif axis == "data":
-            members = range(rank, rank + data // apart * plan.tensor, plan.tensor)
-        elif axis == "replicas":
-            members = range(rank, rank + data * plan.tensor, data // apart * plan.tensor)
-        elif axis == "replica":
-            shape = plan.pipeline, apart, data // apart, plan.tensor
-            members = next(own for own in ranks_by_replica(shape) if rank in own)
-        elif axis == "pipeline":
-            members = range(rank, plan.num_ranks, data * plan.tensor)
-        else:  # of all ranks, and of those with servers
-            members = range(plan.num_ranks)
-        lie = Counter(self.hosts[r] for r in members)
-        if axis not in ("tensor", "data", "pipeline", "world", "replicas", "replica"):
-            lie.update(self.hosts[plan.num_ranks :])
-        host, local = lie.most_common(1)[0]
-        crowd = self.ranks_on[host] // max(1, local) if axis != "world" else 1
-        return RankGroup(len(members), len(lie) == 1, local, max(1, crowd))
+        return group_of(self.plan, self.hosts, axis, rank)
 
     def scale(self, ranks: Sequence[int]) -> float:
         """By how much events take longer than in the profile: on the slowest of these ranks, or,
@@ -107,15 +96,65 @@ class RankPlaces:
         link = self.cluster.inside if group.is_inside else self.cluster.between
         if group.is_inside:
             return link.seconds(count * hops, num_bytes) * self._talk_share()
-        # A ring crosses to the next host once for all of a host's ranks; others for each of them.
-        apart = max(1, group.num_ranks - group.num_local) / max(1, group.num_ranks - 1)
-        crowd = group.num_groups * (1.0 if how == "all-reduce" else group.num_local * apart)
-        return link.seconds(count * hops, num_bytes * max(1.0, crowd))
+        by_host = crosses_by_host(group, how) and not self._is_gpu
+        across = bytes_across(group, num_bytes, how, by_host) * group.num_groups
+        if not by_host:
+            return link.seconds(count * hops, max(num_bytes, across))
+        whole = num_bytes * group.num_ranks / (group.num_ranks - 1)
+        inside = whole * (group.num_local - 1) / group.num_local
+        in_host, between = math.log2(group.num_local), math.log2(group.num_hosts)
+        seconds = self.cluster.inside.seconds(count * in_host, inside) * self._talk_share()
+        return seconds + link.seconds(count * between, across)
 
     def _talk_share(self) -> float:
         """Messages between cores take what cores there are."""
-        gpu = self.cluster.group_of(self.hosts[0]).device == "gpu"
-        return 1.0 if gpu else self.sharers
+        return 1.0 if self._is_gpu else self.sharers
+
+    @property
+    def _is_gpu(self) -> bool:
+        return self.cluster.group_of(self.hosts[0]).device == "gpu"
+
+
+def group_of(plan: Plan, hosts: Sequence[int], axis: str, rank: int = 0) -> RankGroup:
+    """The ranks that a rank communicates with along an axis; `hosts` are by seat. Pure."""
+    data = plan.num_replicas
+    members: Sequence[int] = range(plan.num_ranks)  # of those with servers, too
+    apart = plan.num_apart if plan.local_steps > 1 else 1
+    if axis == "tensor":
+        members = range(rank, rank + plan.tensor)
+    elif axis == "data":
+        members = range(rank, rank + data // apart * plan.tensor, plan.tensor)
+    elif axis == "replicas":
+        members = range(rank, rank + data * plan.tensor, data // apart * plan.tensor)
+    elif axis == "replica":
+        shape = plan.pipeline, apart, data // apart, plan.tensor
+        members = next(own for own in ranks_by_replica(shape) if rank in own)
+    elif axis == "pipeline":
+        members = range(rank, plan.num_ranks, data * plan.tensor)
+    lie = Counter(hosts[r] for r in members)
+    if axis not in ("tensor", "data", "pipeline", "world", "replicas", "replica"):
+        lie.update(hosts[plan.num_ranks :])
+    host, local = lie.most_common(1)[0]
+    crowd = Counter(hosts[: plan.num_ranks])[host] // max(1, local) if axis != "world" else 1
+    is_even = local > 1 and len({*lie.values()}) == 1
+    return RankGroup(len(members), len(lie), local, max(1, crowd), is_even)
+
+
+def crosses_by_host(group: RankGroup, how: str) -> bool:
+    """Whether ranks on cores add up, or hand out, inside each host first. Pure."""
+    return group.is_even and not group.is_inside and how.startswith(_BY_HOST)
+
+
+def bytes_across(group: RankGroup, num_bytes: float, how: str, by_host: bool) -> float:
+    """What leaves a host for others, if each rank sends `num_bytes` where all are alone. Pure."""
+    if group.is_inside:
+        return 0.0
+    if by_host:
+        whole = num_bytes * group.num_ranks / (group.num_ranks - 1)
+        return whole * (group.num_hosts - 1) / group.num_hosts
+    # A ring crosses to the next host once for all of a host's ranks; others for each of them.
+    apart = max(1, group.num_ranks - group.num_local) / max(1, group.num_ranks - 1)
+    return num_bytes if how == "all-reduce" else num_bytes * group.num_local * apart
 
 
 @lru_cache(256)

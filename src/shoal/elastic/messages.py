@@ -45,6 +45,7 @@ class Lost(FromMember, frozen=True, tag="lost"):
     generation: int
     step: int
     why: str
+    is_late: bool = False  # by a deadline alone: no member may be gone
 
 
 class Heartbeat(FromMember, frozen=True, tag="heartbeat"):

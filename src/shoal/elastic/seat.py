@@ -46,7 +46,7 @@ from shoal.elastic.messages import (
     StopAfterStep,
 )
 from shoal.elastic.watchdog import Watchdog
-from shoal.errors import FormError, GroupLeft, GroupLost, StopNow
+from shoal.errors import FormError, GroupLeft, GroupLost, StopNow, TookTooLong
 from shoal.events.events import Event, ProgressEvent
 from shoal.events.hosts import LATEST, HostMeter
 from shoal.events.step import StepInfo
@@ -202,7 +202,8 @@ class SupervisedSeat:
 
     def reform(self, lost: GroupLost) -> Mesh:
         if not isinstance(lost, GroupLeft):
-            self._send(Lost(self.generation, self.step, str(lost)))
+            late = isinstance(lost, TookTooLong)
+            self._send(Lost(self.generation, self.step, str(lost), late))
         # An abandoned operation may still be under way between two survivors, and the old group
         # cannot be destroyed before it has ended.
         shut_down(self._group_sockets)

@@ -24,10 +24,10 @@ from msgspec import UNSET, UnsetType
 
 from shoal.comm import wire
 from shoal.comm.endpoint import Endpoint
+from shoal.comm.hangs import explain_hang
 from shoal.comm.run_store import StoreServer
 from shoal.elastic import actions, messages
 from shoal.elastic.forming import FormingMonitor, describe_late
-from shoal.elastic.hangs import explain_hang
 from shoal.elastic.membership import Membership
 from shoal.elastic.messages import (
     Arrived,
@@ -323,6 +323,9 @@ class Supervisor:
                 seat = self._seat_of(member)
                 self._record(LostEvent(rank=seat, server=self._server_of(seat), why=message.why))
                 self.members.lost(member, message.generation, now, message.why)
+                if message.is_late:  # and others with it, of whom the first counts
+                    hangs = hangs_of(self.members, self._beats)
+                    self._record(*(hang for hang in hangs if hang.waiting[:1] == [seat]))
             case Heartbeat():
                 self._progress.heard(member, message.step, message.work, now)
                 self._beats[member] = message

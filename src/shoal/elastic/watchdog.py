@@ -29,9 +29,9 @@ from msgspec import UNSET, structs
 
 from shoal import logs
 from shoal.comm.flight_recorder import RECORDER, Standing
+from shoal.comm.hangs import IDLE_S
 from shoal.data.readers.records import SourceLost
 from shoal.data.stalls import STALLS
-from shoal.elastic.hangs import IDLE_S
 from shoal.elastic.messages import Failed, MemberEvent, SeatAssignment
 from shoal.errors import sendable
 from shoal.events.events import BusyEvent, PrintedEvent, WaitingEvent, WarningEvent

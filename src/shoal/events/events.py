@@ -154,7 +154,7 @@ class StandstillEvent(TimedEvent, tag="standstill", kw_only=True):
 
 
 class HangEvent(TimedEvent, tag="hang", kw_only=True):
-    """Ranks wait in a collective for others that did not come (`elastic/hangs.py`)."""
+    """Ranks wait in a collective for others that did not come (`comm/hangs.py`)."""
 
     step: int
     seconds: int

@@ -93,7 +93,7 @@ def tree_message(
         else:
             num_bytes += (len(tree[data]) * (count - own) + own * (n - 1)) * size
         num_messages += 1 if at_once(count * size) else most + 1
-    return Message(what, axis, "all-to-all, gather", num_messages, num_bytes)
+    return Message(what, axis, "reduce-scatter, gather", num_messages, num_bytes)
 
 
 def all_reduce_message(what: str, axis: str, sizes: Sequence[int], layout: RankLayout) -> Message:

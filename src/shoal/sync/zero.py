@@ -369,7 +369,7 @@ def _sent(layout: RankLayout) -> list[Message]:
         Message(
             "gradients",
             "data",
-            "all-to-all",
+            "reduce-scatter" if layout.plan.packed_codec == "none" else "all-to-all",
             times * most * len(layout.flat_buffers),
             times * rows * elsewhere,
         ),

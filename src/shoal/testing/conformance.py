@@ -298,7 +298,8 @@ class _MessageCounter:
 
     def __init__(self, monkey: pytest.MonkeyPatch):
         self.count = 0
-        for name in ("all_reduce", "all_to_all", "all_gather_shards", "_numbers_in_memory"):
+        summed, moved = ("all_reduce", "reduce_scatter"), ("all_to_all", "all_gather_shards")
+        for name in (*summed, *moved, "_numbers_in_memory"):
             monkey.setattr(Group, name, self._counted(getattr(Group, name)))
 
     def _counted(self, method: Any) -> Any:

@@ -10,7 +10,8 @@ import pytest
 
 from shoal.comm import collectives
 from shoal.comm.collectives import Pending, drain_deadline
-from shoal.errors import GroupLost
+from shoal.comm.flight_recorder import FlightRecorder
+from shoal.errors import GroupLost, TookTooLong
 
 
 class Work:
@@ -55,6 +56,19 @@ def test_what_was_forgotten_is_not_waited_for_once_the_group_is_lost() -> None:
     with pytest.raises(GroupLost, match="the generation is over"):
         Pending([work], is_lost=lambda: next(told)).wait()
     assert work.num_looks == 3
+
+
+def test_what_does_not_end_by_the_deadline_says_what_it_was_and_who_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr(collectives, "DEADLINE_S", 0.0)
+    recorder = FlightRecorder()
+    recorder.step = 41
+    record = recorder.begin("all-reduce", "w", (0, 1), 84, "bucket 3 of 8")
+    pending = Pending([Work(None)], (), never, (record,), lambda: "rank 1 did not come")
+    with pytest.raises(TookTooLong) as raised:
+        (Pending() + pending).wait()
+    told = str(raised.value)
+    assert told.startswith("all-reduce (bucket 3 of 8, 84 bytes) of step 41, begun at test_what")
+    assert "did not end within 0 s: rank 1 did not come. If a step may take that long" in told
 
 
 def test_two_together_are_as_cautious_as_either() -> None:

@@ -16,7 +16,10 @@ from shoal.cost.plan_facts import facts_of
 from shoal.cost.predict import Prediction, predict, step_times
 from shoal.cost.profile import Linear, Profile
 from shoal.cost.profiler import profile_run
+from shoal.cost.rank_places import RankPlaces
 from shoal.errors import PlanError
+from shoal.plans.plan import Plan
+from shoal.sync.costs import Message
 from shoal.training.run import Run, resolve
 
 WIDTH = 64
@@ -223,3 +226,15 @@ def test_what_the_model_refuses_is_refused(profile: Profile) -> None:
 
 def test_a_line_goes_through_both_sizes() -> None:
     assert Linear(1.0, 2.0).at(3) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("how", "share"), [("all-reduce", 1.0), ("reduce-scatter, gather", 1.0), ("all-to-all", 2.0)]
+)
+def test_over_hosts_what_is_summed_crosses_once_a_host(how: str, share: float) -> None:
+    """Of 2 hosts with 2 ranks; a rank alone would send 1.5 times its gradient in a ring of 4."""
+    cores = HostGroup(2, 2, 8 << 30, 1e11)
+    hosts = Cluster("hosts", (cores,), Link(0.0, 1e15), Link(0.0, 1e6))
+    places = RankPlaces(Plan.parse("data=4"), hosts, 1e11)
+    seconds = places.seconds(Message("gradients", "data", how, 1, 1_500_000))
+    assert seconds == pytest.approx(share)

@@ -77,7 +77,7 @@ class Messages:
 
     def wait(self, arriving: PendingReceive) -> list[Tensor]:
         """The tensors, once they are there."""
-        with as_group_lost("waiting for another stage of the pipeline"):
+        with as_group_lost("waiting for another stage of the pipeline:", arriving.record):
             for work in arriving.works:
                 work.wait()
         if arriving.record is not None:

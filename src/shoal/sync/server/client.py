@@ -18,6 +18,7 @@ import msgspec
 import zmq
 from torch import Tensor
 
+from shoal.comm.collectives import DEADLINE_S, took_too_long
 from shoal.comm.flight_recorder import RECORDER
 from shoal.comm.local_listener import LocalConnection, connect_local
 from shoal.comm.mesh import Servers
@@ -159,7 +160,7 @@ class ServerClient:
 
     def answer(self, request: int) -> tuple[Any, list[memoryview]]:
         """Wait for an answer; GroupLost if the group breaks before it comes."""
-        record = None
+        record, deadline = None, time.monotonic() + DEADLINE_S
         if request not in self._answers:
             number = self._pending[request].server
             record = RECORDER.begin(f"request to server {number}", f"server:{number}", (), 0)
@@ -170,6 +171,8 @@ class ServerClient:
             if self._refused:
                 raise NotServed(f"A server refused: {self._refused}.")
             self._check_pending()
+            if record is not None and time.monotonic() > deadline:
+                raise took_too_long([record], f"server {number} waits for another rank, or is gone")
         if record is not None:
             record.end()
         message, payload = self._answers.pop(request)

@@ -1,10 +1,14 @@
 """Who did not come, from where ranks say that they stand."""
 
+import msgspec
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.comm.flight_recorder import OpenCollective, Standing
-from shoal.elastic.hangs import explain_hang
+from shoal.comm import mesh
+from shoal.comm.flight_recorder import FlightRecorder, OpenCollective, Standing
+from shoal.comm.hangs import explain_hang
+from shoal.world import World
 
 
 def waits(group: str, number: int, ranks: tuple[int, ...], op: str = "all-reduce") -> Standing:
@@ -80,3 +84,18 @@ def test_whoever_is_named_waits_for_nothing(reached: list[int], data: st.DataObj
     hang = explain_hang(stands, len(ranks), 0)
     assert hang is not None
     assert hang.missing == [r for r in ranks if reached[r] < furthest]
+
+
+def test_ranks_without_a_supervisor_find_out_by_themselves(monkeypatch) -> None:
+    """Rank 0 asks; rank 2 has said that it waits for the same, rank 1 says nothing."""
+    monkeypatch.setattr(mesh, "ANSWER_S", 0.1)
+    store, recorder = dist.HashStore(), FlightRecorder()
+    monkeypatch.setattr(mesh, "RECORDER", recorder)
+    recorder.step, recorder.what = 7, "bucket 0 of 2"
+    recorder.begin("all-reduce", "w", (0, 1, 2), 84)
+    other = recorder.standing(0.0)
+    assert other is not None
+    store.set("2", msgspec.json.encode(other).decode())
+    told = mesh._explain_wait(store, World(0, 3))
+    assert told.startswith("ranks 0, 2 wait in all-reduce (bucket 0 of 2, 84 bytes) of step 7")
+    assert told.endswith("rank 1 did not come")
