@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.buckets import (
+    BUCKET_BYTES,
     WINDOW_BYTES,
     GradientBucket,
     GradientBuckets,
@@ -64,8 +65,9 @@ class AllReduce(LockstepStrategy):
         exact: bool = True,
         round_size: int = 1,
         packing: GradientPacking | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ):
-        super().__init__(num_pieces, round_size, packing)
+        super().__init__(num_pieces, round_size, packing, bucket_bytes)
         self.exact = exact
 
     def attach(
@@ -87,7 +89,7 @@ class AllReduce(LockstepStrategy):
             self._tree = self.rounds.tree() if self.packing is None else ranks_tree(mesh.data)
             num_rows = self._tree.num_rows if self.exact and self.packing is None else 1
             sizes = [(tuple(p.shape), p.itemsize, (p.dtype, p.device)) for p in self.parameters]
-            assigned = assign_packed(sizes, codec)
+            assigned = assign_packed(sizes, codec, self.bucket_bytes)
             buckets = [
                 make_bucket(b.indices, self.parameters, num_rows, self._tree.buffers, b.starts)
                 for b in assigned
@@ -110,6 +112,8 @@ class AllReduce(LockstepStrategy):
         self._plain = mesh.num_ranks == self.num_pieces == 1 and not len(self.buffers)
 
     def detach(self) -> None:
+        if not self.is_attached:  # its group was lost while the plan was measured
+            return
         self.buffers.restore()  # of a step given up, nothing stays
         for hook in self._sparse:
             hook.remove()

@@ -68,8 +68,9 @@ def make_strategy(
     if plan.packed_codec != "none":
         packing = GradientPacking(plan.codec, num_steps, loss_scale)
     if chosen is ZeroSharded:
-        return ZeroSharded(plan.num_pieces, plan.zero == 2, round_size, packing)
-    return AllReduce(plan.num_pieces, exact, round_size, packing)
+        scatters = plan.zero == 2
+        return ZeroSharded(plan.num_pieces, scatters, round_size, packing, plan.bucket_bytes)
+    return AllReduce(plan.num_pieces, exact, round_size, packing, plan.bucket_bytes)
 
 
 def _push_packing(

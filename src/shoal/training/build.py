@@ -118,7 +118,7 @@ def _refuse_idle_codec(plan: Plan, model: nn.Module) -> None:
     """A codec that makes no gradient smaller has no effect. Servers and outer steps pack all
     parameters together, so small ones too."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    codec = plan.packed_codec
+    codec = plan.packed_codec  # not of codec=auto, which is none if no other has an effect
     if codec == "none" or any(packs(codec, p.shape, p.itemsize) for p in trained.values()):
         return
     name, largest = max(
