@@ -25,8 +25,8 @@ BENCHES = (
     *("overhead", "collectives", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
     *("recovery", "host-loss", "startup"),
     *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
-    *("load", "resume", "straggler", "shared", "diloco", "slow-link", "server", "async-straggler"),
-    *("sparse", "tune", "distill", "prune", "quantize", "fuse", "submit"),
+    *("load", "resume", "straggler", "shared", "diloco", "slow-link", "guard", "server"),
+    *("async-straggler", "sparse", "tune", "distill", "prune", "quantize", "fuse", "submit"),
     *("predict-time", "predict-memory", "regret", "simulate", "ui", "ui-recording"),
 )
 RESULTS = harness.ROOT / "bench" / "results.json"
