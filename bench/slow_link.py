@@ -12,7 +12,6 @@ says that it is extrapolated. With more ranks than cores, hosts are emulated dev
 for the namespaces.
 """
 
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from time import perf_counter
@@ -33,7 +32,7 @@ from shoal.training.recipe import find_recipe
 from shoal.training.run import Run, make_batches, resolve
 from shoal.training.trainer import Trainer
 from shoal.world import World
-from tests.support.hosts import Host, NoNamespaces, several_hosts
+from tests.support.hosts import NoNamespaces, several_hosts, throttle
 
 NUM_HOSTS, BATCH, LENGTH = 4, 64, 64
 MOST_STEPS = 4000
@@ -138,8 +137,14 @@ def with_shoal(
 def with_ddp(
     world: World, run: Run, held_out: shoal.data.Source, arm: str, target: float, most: int
 ) -> Found:
-    made = DistributedDataParallel(run.make_model(), gradient_as_bucket_view=True)
     _, _, hook = arm.partition(" ")
+    sizes: dict[str, int] = {}
+    if hook.startswith("powersgd"):
+        # All in one bucket: the hook starts its messages as they come, and with several buckets
+        # ranks may start them in unlike orders, of which Gloo dies.
+        dist._DEFAULT_FIRST_BUCKET_BYTES = 1 << 30
+        sizes["bucket_cap_mb"] = 1024
+    made = DistributedDataParallel(run.make_model(), gradient_as_bucket_view=True, **sizes)
     if hook == "fp16":
         made.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif hook:
@@ -174,13 +179,6 @@ def _evaluate(model: nn.Module, run: Run, held_out: shoal.data.Source) -> float:
 
 
 # ---- in the bench
-
-
-def throttle(hosts: Sequence[Host], megabits: int) -> None:
-    for host in hosts:
-        words = ["tc", "-n", host.namespace, "qdisc", "replace", "dev", host.interface, "root"]
-        words += ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
-        subprocess.run(words, check=True, capture_output=True)
 
 
 def run_arm(arm: str, model: str, seed: int, megabits: int | None, most: int) -> Found:

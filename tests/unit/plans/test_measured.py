@@ -70,8 +70,8 @@ def test_a_harsher_codec_must_pay_more() -> None:
 
 
 def test_the_usual_bucket_stays_unless_another_is_clearly_faster() -> None:
-    assert chosen_bucket({4: 1.0, 1: 0.97, 16: 1.1}) == 4
-    assert chosen_bucket({4: 1.0, 1: 1.2, 16: 0.9}) == 16
+    assert chosen_bucket({4: 1.0, 1: 0.95, 16: 1.1}) == 4
+    assert chosen_bucket({4: 1.0, 1: 1.2, 16: 0.85}) == 16
 
 
 @pytest.mark.parametrize(
