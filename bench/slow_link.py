@@ -8,9 +8,9 @@ that the hosts' interfaces count.
 
 At 100 Mbit/s every arm runs to the loss. At 10 Mbit/s the dense arm would take hours: five of its
 steps are timed there, times the steps to the loss that it takes without a throttle, and the row
-says that it is extrapolated. `--quick` does so at both rates, with two steps, for the MLP, one seed
-and one arm of each kind. Hosts share no memory, and an arm whose bytes do not leave them fails. With more ranks than cores, hosts are emulated devices. Needs root,
-for the namespaces.
+says that it is extrapolated. `--quick` does so at both rates, with two steps, for the MLP, one
+seed and one arm of each kind. Hosts share no memory, and an arm whose bytes do not leave them
+fails. With more ranks than cores, hosts are emulated devices. Needs root, for the namespaces.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -230,10 +230,11 @@ def rows(model: str, megabits: int, quick: bool) -> Iterator[Row]:
     peers = (PEERS[2:3] if quick else PEERS[1:]) if megabits == 100 else ()
     timed_steps = QUICK_STEPS if quick else None if megabits == 100 else TIMED_STEPS
     base = [dense(model, seed, megabits, timed_steps) for seed in seeds]
+    trained = {arm: train_all(arm, model, seeds, megabits) for arm in (*peers, *own_arms)}
     found = {
         arm: runs
-        for arm in (*peers, *own_arms)
-        if all(r.loss <= TARGETS[model] for r in (runs := train_all(arm, model, seeds, megabits)))
+        for arm, runs in trained.items()
+        if all(one.loss <= TARGETS[model] for one in runs)
     }
     name, floor = f"slow-link/{model}/{megabits}", FLOORS[model, megabits]
 
