@@ -25,7 +25,7 @@ BENCHES = (
     *("overhead", "collectives", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
     *("recovery", "host-loss", "startup"),
     *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
-    *("load", "resume", "straggler", "shared", "diloco", "slow-link", "guard", "server"),
+    *("load", "resume", "straggler", "shared", "diloco", "slow-link", "guard", "codecs", "server"),
     *("async-straggler", "sparse", "tune", "distill", "prune", "quantize", "fuse", "submit"),
     *("predict-time", "predict-memory", "regret", "simulate", "ui", "ui-recording"),
 )
