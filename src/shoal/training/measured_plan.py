@@ -108,7 +108,8 @@ class _Measuring:
         link = self._link(dense)
         codec, figures = "none", dict[str, CodecFigures]()
         if plan.codec == AUTO:
-            figures = {name: self._packing(name) for name in GAINS if self._packs(name)}
+            all_figures = {name: self._packing(name) for name in GAINS}
+            figures = {name: one for name, one in all_figures.items() if one is not None}
             self._codecs["none"] = dense.step_s
             while (name := next_codec(link, figures, self._codecs)) is not None:
                 self._codecs[name] = self._packed_s(name)
@@ -200,11 +201,9 @@ class _Measuring:
             times += self._gather([perf_counter() - began])
         return min(times[1:] or times)
 
-    def _packs(self, codec: str) -> bool:
-        return any(packs(codec, p.shape, p.itemsize) for p in self._trained)
-
-    def _packing(self, name: str) -> CodecFigures:
-        """Of packing on this machine: an own gradient is packed and unpacked, and so is a sum."""
+    def _packing(self, name: str) -> CodecFigures | None:
+        """Of packing here: an own gradient is packed and unpacked, and so is a sum. None if it
+        makes nothing smaller on any rank, which may hold unlike parts of the model."""
         codec = make_codec(name)
         assert codec is not None
         packed = [p for p in self._trained if packs(name, p.shape, p.itemsize)]
@@ -218,10 +217,11 @@ class _Measuring:
             for _ in range(2):
                 codec.decode(encoded, flat.numel())
             times.append(perf_counter() - began)
-        (seconds,) = self._gather([min(times[1:]) * count / flat.numel()])
+        own_s = min(times[1:]) * count / max(1, flat.numel())
         whole, small = sum(p.nbytes for p in self._trained), sum(p.nbytes for p in packed)
-        share = (whole - small + codec.num_bytes(count)) / whole
-        return CodecFigures(share, seconds)
+        share = (whole - small + codec.num_bytes(count)) / max(1, whole)
+        seconds, share, is_used = self._gather([own_s, share, bool(packed)])
+        return CodecFigures(share, seconds) if is_used else None
 
     @property
     def _trained(self) -> Sequence[Tensor]:
