@@ -90,8 +90,10 @@ def _settled(plan: Plan, codec: str, bucket: int) -> Plan:
 
 
 def _strategy_of(trainer: "Trainer", plan: Plan, num_steps: int) -> Strategy:
-    scale = trainer.loss_scale
-    return make_strategy(plan, num_steps, trainer.run.meets_after, lambda: scale.value)
+    scale, loop = trainer.loss_scale, trainer.loop
+    by_script = "a loop of a script's own may write to them" if loop and loop.is_script else ""
+    apart = trainer.run.writes_weights or by_script
+    return make_strategy(plan, num_steps, trainer.run.meets_after, lambda: scale.value, apart)
 
 
 class _Measuring:
@@ -117,7 +119,8 @@ class _Measuring:
                 self._codecs["none"] = self._again(_settled(plan, "none", usual), dense.step_s)
             codec = chosen_codec(self._codecs)
         bucket = usual
-        if plan.bucket == AUTO:
+        has_buckets = not (self._mesh.data.shares_memory and _settled(plan, codec, usual).shares)
+        if plan.bucket == AUTO and has_buckets:
             self._buckets[usual] = self._codecs.get(codec, dense.step_s)
             bucket = self._bucket(codec)
         settled = _settled(plan, codec, bucket)
@@ -153,7 +156,10 @@ class _Measuring:
     def _rehearse(self, plan: Plan, num_steps: int = 0) -> _Rehearsed:
         """Compute and exchange the next step under a plan, of a run of so many, of which a
         twentieth is a codec's warm-up."""
-        trainer, strategy = self._trainer, _strategy_of(self._trainer, plan, num_steps)
+        trainer = self._trainer
+        if plan.shares:  # what is compared is the exchange
+            plan = msgspec.structs.replace(plan, memory="apart")
+        strategy = _strategy_of(trainer, plan, num_steps)
         # A strategy that shards lets its optimizer step on other tensors.
         optimizer = trainer.run.make_optimizer(trainer.model) if plan.zero else trainer.optimizer
         strategy.attach(trainer.model, optimizer, self._mesh, trainer.spread.holding)
