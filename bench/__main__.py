@@ -26,8 +26,8 @@ BENCHES = (
     *("pipeline", "tensor"),
     *("recovery", "host-loss", "hosts", "startup"),
     *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
-    *("load", "resume", "straggler", "shared", "diloco", "slow-link", "server", "async-straggler"),
-    *("sparse", "tune", "distill", "prune", "quantize", "fuse", "submit"),
+    *("load", "resume", "straggler", "shared", "diloco", "slow-link", "guard", "codecs", "server"),
+    *("async-straggler", "sparse", "tune", "distill", "prune", "quantize", "fuse", "submit"),
     *("predict-time", "predict-memory", "regret", "simulate", "ui", "ui-recording"),
 )
 RESULTS = harness.ROOT / "bench" / "results.json"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from bench import harness
 from shoal.world import World
-from tests.support.hosts import Host
+from tests.support.hosts import APART, Host
 
 PATIENCE_S = 600.0
 
@@ -40,13 +40,13 @@ def start(bench: str, num_ranks: int, kind: type[Found], *words: str, **variable
 
 
 def start_on(hosts: Sequence[Host], bench: str, kind: type[Found], *words: str) -> Found:
-    """The same with a rank on each host."""
+    """The same with a rank on each host, which shares no memory with another."""
     environment = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29400"}
     environment |= {"WORLD_SIZE": str(len(hosts)), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     places = [
         (
             environment | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": host.interface},
-            ["ip", "netns", "exec", host.namespace],
+            ["ip", "netns", "exec", host.namespace, *APART],
         )
         for rank, host in enumerate(hosts)
     ]

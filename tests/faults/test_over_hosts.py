@@ -17,7 +17,7 @@ from shoal.faults import VARIABLE
 from shoal.testing.ranks import Pool
 from tests.faults.conftest import RECIPE
 from tests.support.faults import Trained, Training, check_ledger
-from tests.support.hosts import Host, NoNamespaces, run_in, several_hosts, write_ssh
+from tests.support.hosts import Host, NoNamespaces, run_in, several_hosts, throttle, write_ssh
 
 NUM_STEPS = 60
 Begin = Callable[..., Training]
@@ -29,6 +29,10 @@ from beside import changed
 def mlp(pause: float = 0.0):
     print("loaded with", Path("notes/seed.txt").read_text().strip())
     return changed(pause, int(Path("notes/seed.txt").read_text()))
+
+def wide():
+    import tiny
+    return tiny.wide()
 """
 BESIDE = """
 import tiny
@@ -71,11 +75,13 @@ def begin(pool: Pool, tmp_path: Path, first: Path, cable: list[Host]) -> Begin:
         trusts: bool = True,
         hides: bool = True,
         include: tuple[str, ...] = ("notes",),
+        recipe: str = "mlp",
         **settings: object,
     ) -> Training:
-        ssh = write_ssh(tmp_path / "ssh", {"b": cable[1], "c": cable[2]}, first if hides else None)
+        hidden, others = first if hides else None, {"b": cable[1], "c": cable[2]}
+        ssh = write_ssh(tmp_path / "ssh", others, hidden, is_apart=recipe == "wide")
         run_dir = first / f"run-{sum(1 for _ in first.glob('run-*.out'))}"
-        words = ["train", "recipe.py:mlp", "--run-dir", str(run_dir), "--json"]
+        words = ["train", f"recipe.py:{recipe}", "--run-dir", str(run_dir), "--json"]
         words += ["--on", f"hosts:{on}", "--listen", cable[0].address, "--slots", "4", *options]
         words += [word for path in include for word in ("--include", path)]
         words += ["--plan", plan] if plan is not None else []
@@ -137,6 +143,18 @@ def test_hosts_without_a_shared_file_system_train_the_bits_of_one(
 def test_every_plan(begin: Begin, undisturbed_under, plan: str) -> None:
     trained = begin(plan, trusts="server" not in plan).wait()
     check_alike(trained, undisturbed_under(plan))
+
+
+@pytest.mark.full
+def test_a_slow_link_gets_a_codec(begin: Begin, cable: list[Host]) -> None:
+    """And what was measured of the link is what it carries: 20 Mbit/s are 2.5 MB/s."""
+    throttle(cable, megabits=20)
+    trained = begin("data=2 codec=auto", "--slots", "1", recipe="wide").wait()
+    assert trained.exit_code == 0, trained.errors
+    (event,) = trained.events("measured-plan")
+    assert 1e6 < event["link"]["bytes_per_s"] < 5e6
+    assert event["codec"] != "none" and f"codec={event['codec']}" in trained.result["plan"]
+    assert event["step_s"]["codec=none"] > 1.1 * event["step_s"][f"codec={event['codec']}"]
 
 
 @pytest.mark.full

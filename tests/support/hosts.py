@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -112,12 +112,30 @@ def several_hosts(count: int) -> Iterator[list[Host]]:
                 _ip("netns", "delete", namespace)
 
 
+# Another host's processes are not to be seen, nor the memory that they would share.
+APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def throttle(hosts: Sequence[Host], megabits: int) -> None:
+    """Hold what leaves each host to so many megabits a second."""
+    for host in hosts:
+        words = ["tc", "-n", host.namespace, "qdisc", "replace", "dev", host.interface, "root"]
+        words += ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "400ms"]
+        subprocess.run(words, check=True, capture_output=True)
+
+
 def write_ssh(
-    path: Path, hosts: Mapping[str, Host], hidden: Path | None = None, ahead_s: int = 0
+    path: Path,
+    hosts: Mapping[str, Host],
+    hidden: Path | None = None,
+    ahead_s: int = 0,
+    is_apart: bool = False,
 ) -> str:
     """A command in the place of ssh, which enters the host's namespace instead. There a directory
     is hidden, as if its disk were the first host's own, and monotonic clocks are ahead, as those of
-    a machine that started earlier. Returns what SHOAL_SSH is to be."""
+    a machine that started earlier; if it `is_apart`, it shares no memory with the first. Returns
+    what SHOAL_SSH is to be."""
+    apart = " ".join(APART) + " " if is_apart else ""
     clock = f"unshare --time --monotonic {ahead_s} --boottime {ahead_s} " if ahead_s else ""
     cases = "\n".join(f"{name}) space={host.namespace} ;;" for name, host in hosts.items())
     hide = "" if hidden is None else f"mount -t tmpfs none '{hidden}' && "
@@ -130,7 +148,7 @@ case $host in
 *) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
 esac
 cd /
-exec ip netns exec $space {clock}sh -c "{hide}exec $*"
+exec ip netns exec $space {apart}{clock}sh -c "{hide}exec $*"
 """
     )
     path.chmod(0o755)

@@ -312,6 +312,11 @@ def _phases_note(names: Sequence[str]) -> str:
 
 def _notes(plan: Plan, found: StagePlan | None) -> list[str]:
     notes = ["Activations are not predicted: what autograd keeps depends on the model's code."]
+    if plan.is_open:
+        notes.append(
+            "What is auto is measured in the first steps of a run; here it is codec=none and "
+            "bucket=4."
+        )
     if plan.recompute == "blocks":
         notes.append(
             "recompute=blocks: a block keeps its inputs only and is run again in backward, for "

@@ -32,6 +32,7 @@ from shoal.cost.round_times import busy_by_rank, order_of, round_seconds
 from shoal.cost.tensor import TensorTraffic
 from shoal.cost.traffic import mesh_messages
 from shoal.parallel.pipeline.stages import rank_of_stage
+from shoal.plans.keys import AUTO
 from shoal.plans.plan import Plan
 from shoal.sync.choose import strategy_class
 from shoal.sync.costs import StepCosts
@@ -234,7 +235,7 @@ class _Step:
         return seconds * self.places.sharers
 
     def _packing_seconds(self, costs: StepCosts) -> float:
-        if self.plan.codec == "none":
+        if self.plan.codec in ("none", AUTO):  # which is foreseen as none
             return 0.0
         return self.layouts[0].num_trained * self.profile.update_s[1] * PACK_SHARE
 

@@ -175,6 +175,19 @@ class SlowEvent(TimedEvent, tag="slow", kw_only=True):
     advice: str
 
 
+class MeasuredPlanEvent(TimedEvent, tag="measured-plan", kw_only=True):
+    """What `codec=auto` and `bucket=auto` have become, and by which figures."""
+
+    plan: str  # with both settled
+    codec: str
+    bucket: int
+    open: list[str]  # of the two, what was left to be measured
+    step_s: dict[str, float]  # of a step with each choice that was tried
+    link: dict[str, float]
+    codecs: dict[str, dict[str, float]]  # by codec: share of the bytes, seconds of packing
+    text: str
+
+
 class BalancedEvent(TimedEvent, tag="balanced", kw_only=True):
     """Work has moved from slow replicas to fast ones."""
 
@@ -413,6 +426,7 @@ Event = (
     | HangEvent
     | SlowEvent
     | BalancedEvent
+    | MeasuredPlanEvent
     | ResumedEvent
     | NothingToResumeEvent
     | CheckpointRefusedEvent

@@ -13,6 +13,7 @@ from shoal.checkpoint.retention import RetentionPolicy
 from shoal.errors import RUN_AGAIN, ShoalError
 from shoal.events.events import (
     Event,
+    MeasuredPlanEvent,
     ModelFailedEvent,
     ModelNotSavableEvent,
     OnEvent,
@@ -26,6 +27,7 @@ from shoal.events.events import (
 )
 from shoal.events.sinks import JsonLinesSink
 from shoal.launch.step_times import median_step_s, read_steps, settled_steps
+from shoal.plans.plan import Plan
 from shoal.storage.decoding import encode_json, try_decode_json
 from shoal.storage.files import write_atomic
 from shoal.storage.object_store import open_store
@@ -85,6 +87,7 @@ class Saves:
         self.rescued = ""  # where the last checkpoint is, if not where it should be
         self.unholdable = ""  # what no checkpoint can hold
         self.model_problem = ""  # why the model was not written
+        self.settled: dict[str, str | int] = {}  # what was left open in the plan, and measured
         self._reasons: dict[int, list[str]] = {}
         self._echoes: dict[int, str] = {}  # what ranks heard from others, by step
 
@@ -104,6 +107,19 @@ class Saves:
                 self.unholdable = event.why
             case ModelFailedEvent():
                 self.model_problem = event.why
+            case MeasuredPlanEvent():
+                self.settled = {key: getattr(event, key) for key in event.open}
+
+    @property
+    def is_as_foreseen(self) -> bool:
+        """Whether the codec is that of the prediction, which knew of none."""
+        return self.settled.get("codec", "none") == "none"
+
+    def settle(self, plan: str) -> str:
+        """A plan as it was trained under."""
+        if not self.settled:
+            return plan
+        return str(msgspec.structs.replace(Plan.parse(plan), **self.settled))
 
     def why_not(self, step: int) -> list[str]:
         """Why a step was not saved, as ranks said."""
@@ -270,8 +286,8 @@ def _summary(
         staleness=_staleness(every),
         rounds=_rounds(every),
         steps_again=result.num_steps_again,
-        plan=result.plan or facts["plan"],
-        predicted=_predicted(result, facts, steps),
+        plan=saves.settle(result.plan or facts["plan"]),
+        predicted=_predicted(result, facts, steps) if saves.is_as_foreseen else None,
         measured={"step_s": steps.settled_s, "memory_bytes": max(own_peaks, default=None)},
         run_dir=str(files.run_dir),
         exit_code=result.exit_code,

@@ -20,6 +20,7 @@ arXiv 1901.09847, for signs; Lin et al. 2018, arXiv 1712.01887, for the largest;
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 BLOCK = 256
 TOP_BLOCK = 1024  # of `topk`; the blocks of all codecs divide it
 _SCALE_BYTES = 4
+_AT_ONCE = 1 << 20  # elements that are encoded together
 _GATHER_BITS = 0x0102040810204080
 _DENSE_START = 0.25  # share of elements that `topk` sends at first, if it is to send fewer
 _WARM_UP = 20  # a run's steps over this are its warm-up
@@ -65,14 +67,16 @@ class BlockCodec:
         return -(-num_elements // BLOCK) * self._row_bytes
 
     def encode(self, flat: Tensor) -> Tensor:
-        if not flat.numel():
-            return flat.new_empty(0, dtype=torch.uint8)
-        scale, steps = _scaled(_rows(flat, BLOCK), self._most)
-        codes = steps.to(torch.int8)
+        return _encode_rows(flat, BLOCK, self._row_bytes, self._write)
+
+    def _write(self, rows: Tensor, out: Tensor) -> None:
+        scale, steps = _scaled(rows, self._most)
+        out[:, :_SCALE_BYTES].view(torch.float32).copy_(scale)
         if self._is_paired:
-            codes = (codes + self._most).to(torch.uint8)  # 0 .. 14
-            codes = codes[:, ::2] | codes[:, 1::2] << 4
-        return torch.cat([scale.view(torch.uint8), codes.view(torch.uint8)], 1).view(-1)
+            codes = steps.add_(self._most).to(torch.uint8)  # 0 .. 14
+            torch.bitwise_or(codes[:, ::2], codes[:, 1::2] << 4, out=out[:, _SCALE_BYTES:])
+        else:
+            out[:, _SCALE_BYTES:].view(torch.int8).copy_(steps)
 
     def decode(self, packed: Tensor, num_elements: int) -> Tensor:
         scale, codes = _columns(packed, self._row_bytes, _SCALE_BYTES)
@@ -95,15 +99,14 @@ class SignCodec:
         return -(-num_elements // BLOCK) * self._row_bytes
 
     def encode(self, flat: Tensor) -> Tensor:
-        if not flat.numel():
-            return flat.new_empty(0, dtype=torch.uint8)
-        rows = _rows(flat, BLOCK)
+        return _encode_rows(flat, BLOCK, self._row_bytes, self._write)
+
+    def _write(self, rows: Tensor, out: Tensor) -> None:
         sizes, counts = rows.abs().sum(1, keepdim=True), rows.ne(0).float().sum(1, keepdim=True)
         # Eight bytes of 0 or 1 as one number: the product has them as the bits of its last byte.
         eights = (rows >= 0).view(torch.int64)
-        bytes_ = (eights.mul_(_GATHER_BITS) >> 56).to(torch.uint8)
-        scale = sizes / counts.clamp(min=1)
-        return torch.cat([scale.view(torch.uint8), bytes_], 1).view(-1)
+        out[:, :_SCALE_BYTES].view(torch.float32).copy_(sizes / counts.clamp(min=1))
+        out[:, _SCALE_BYTES:].copy_(eights.mul_(_GATHER_BITS) >> 56)
 
     def decode(self, packed: Tensor, num_elements: int) -> Tensor:
         scale, bytes_ = _columns(packed, self._row_bytes, _SCALE_BYTES)
@@ -128,16 +131,16 @@ class TopCodec:
         return -(-num_elements // TOP_BLOCK) * self._row_bytes
 
     def encode(self, flat: Tensor) -> Tensor:
-        if not flat.numel():
-            return flat.new_empty(0, dtype=torch.uint8)
-        rows = _rows(flat, TOP_BLOCK)
+        return _encode_rows(flat, TOP_BLOCK, self._row_bytes, self._write)
+
+    def _write(self, rows: Tensor, out: Tensor) -> None:
         places = rows.abs().topk(self._count, 1, sorted=False).indices
         parts = [rows.gather(1, places)]
         if self._is_rounded:
             scale, steps = _scaled(parts[0], 127)
             parts = [scale, steps.to(torch.int8)]
         parts = [part.view(torch.uint8) for part in (*parts, places.to(torch.int16))]
-        return torch.cat(parts, 1).view(-1)
+        torch.cat(parts, 1, out=out)
 
     def decode(self, packed: Tensor, num_elements: int) -> Tensor:
         values, places = _columns(packed, self._row_bytes, self._row_bytes - 2 * self._count)
@@ -213,8 +216,18 @@ def num_factors(shape: torch.Size | tuple[int, ...], rank: int) -> int:
     return min(rank, rows, columns) * (rows + columns)
 
 
-def _rows(flat: Tensor, block: int) -> Tensor:
-    return F.pad(flat.float(), (0, -flat.numel() % block)).view(-1, block)
+def _encode_rows(
+    flat: Tensor, block: int, row_bytes: int, write: Callable[[Tensor, Tensor], None]
+) -> Tensor:
+    """The bytes of a vector whose rows, of a block each, `write` puts in their places: some at a
+    time, so that what is made in between stays in caches."""
+    encoded = flat.new_empty(-(-flat.numel() // block), row_bytes, dtype=torch.uint8)
+    for start in range(0, flat.numel(), _AT_ONCE):
+        part = flat[start : start + _AT_ONCE].float()
+        if len(part) % block:
+            part = F.pad(part, (0, -len(part) % block))
+        write(part.view(-1, block), encoded[start // block :][: len(part) // block])
+    return encoded.view(-1)
 
 
 def _scaled(rows: Tensor, most: int) -> tuple[Tensor, Tensor]:

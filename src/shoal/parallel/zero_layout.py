@@ -63,6 +63,7 @@ def lay_out_buffers(
     num_ranks: int,
     may_cut: bool,
     packed: Sequence[bool] = (),
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[FlatBuffer]:
     """Assign parameters, given as (elements, bytes of one, kind), to flat buffers, one kind in
     each. Those whose gradients are `packed` have buffers of their own, and stand there from whole
@@ -71,11 +72,11 @@ def lay_out_buffers(
     If a parameter may not be cut, each buffer goes to one rank, and there are enough to be fair.
     """
     num_bytes = [length * itemsize for length, itemsize, _ in sizes]
-    fair = BUCKET_BYTES if may_cut else max(1, sum(num_bytes) // (8 * num_ranks))
+    fair = bucket_bytes if may_cut else max(1, sum(num_bytes) // (8 * num_ranks))
     kinds = [kind for _, _, kind in sizes]
     lanes = packed or [False] * len(sizes)
     assigned = assign_apart(
-        list(zip(num_bytes, kinds, strict=True)), lanes, min(BUCKET_BYTES, fair)
+        list(zip(num_bytes, kinds, strict=True)), lanes, min(bucket_bytes, fair)
     )
     made = []
     for indices in assigned:

@@ -12,6 +12,8 @@ PlanValue = int | str | None
 
 HALF_CODECS = ("fp16", "bf16")
 ROUNDING_CODECS = ("fp16", "bf16", "int8", "int4")  # codecs that round each element
+AUTO = "auto"  # of `codec` and `bucket`: measured in the first steps (`measured.py`)
+BUCKET_MB = 4
 LEAST_SHARE = 1 / 1024  # of `topk`, which sends one of so many elements at least
 
 
@@ -116,7 +118,11 @@ def _codec(text: str) -> str:
             return f"topk:{share}{'+int8' * number.endswith('+int8')}"
     if name == "powersgd":
         return f"powersgd:{_count()(number)}"
-    return _choice("none", *ROUNDING_CODECS, "onebit")(text)
+    return _choice("none", AUTO, *ROUNDING_CODECS, "onebit")(text)
+
+
+def _bucket(text: str) -> int | str:
+    return text if text == AUTO else _count(1, 1024)(text)
 
 
 # In the order in which a plan prints them, which is the order of the fields of `Plan`.
@@ -207,9 +213,14 @@ KEYS: dict[str, PlanKey] = {
     ),
     "codec": PlanKey(
         "none, fp16, bf16, int8, int4, onebit, topk:F or topk:F+int8 with 1/1024 <= F <= 1, "
-        "powersgd:R with R of 1 or more",
-        "packing of gradients for the wire",
+        "powersgd:R with R of 1 or more, auto",
+        "packing of gradients for the wire (auto: measured in the first steps)",
         _codec,
+    ),
+    "bucket": PlanKey(
+        "1 to 1024, or auto",
+        "megabytes of gradients that are sent together (auto: measured in the first steps)",
+        _bucket,
     ),
     "precision": PlanKey(
         "fp32, bf16, fp16; or fp32 and bf16 in turn: bf16@100 (after 100 steps), bf16:fp32@900",

@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.errors import PlanError, nearest
 from shoal.plans.fit import PlanCounts, fit
-from shoal.plans.keys import KEYS, PlanValue
+from shoal.plans.keys import AUTO, BUCKET_MB, KEYS, PlanValue
 from shoal.plans.rules import (
     STAGES_OF,
     refuse_contradictions,
@@ -48,6 +48,7 @@ class Plan(msgspec.Struct, frozen=True):
     fragments: int = 1
     sums: str = "exact"
     codec: str = "none"
+    bucket: int | Literal["auto"] = BUCKET_MB
     precision: str = "fp32"
     accumulate: int = 1
     pieces: int | None = None  # None until `resolve` fixes it
@@ -181,8 +182,20 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def packed_codec(self) -> str:
-        """The codec of gradients that ranks send each other in every step; `none` elsewhere."""
-        return self.codec if self.sync == "allreduce" and self.local_steps == 1 else "none"
+        """The codec of gradients that ranks send each other in every step; `none` elsewhere, and
+        until it is measured."""
+        in_steps = self.sync == "allreduce" and self.local_steps == 1
+        return self.codec if in_steps and self.codec != AUTO else "none"
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of a bucket of gradients; the usual number until it is measured."""
+        return (self.bucket if isinstance(self.bucket, int) else BUCKET_MB) << 20
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is left to be measured in the first steps."""
+        return AUTO in (self.codec, self.bucket)
 
     @property
     def num_servers(self) -> int:

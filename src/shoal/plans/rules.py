@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import PlanError
 from shoal.plans.fit import refuse_pieces
-from shoal.plans.keys import HALF_CODECS
+from shoal.plans.keys import AUTO, HALF_CODECS
 
 if TYPE_CHECKING:
     from shoal.plans.plan import Plan
@@ -118,6 +118,14 @@ _NEEDS = {
         lambda plan: plan.codec == "none" or plan.data != 1 or plan.sync == "server",
         "with data=1: no gradient is sent",
         "use data=2 or more",
+    ),
+    "bucket": Requirement(
+        lambda plan: (
+            plan.data != 1 and plan.sync == "allreduce" and plan.local_steps == 1 and plan.zero < 3
+        ),
+        "where ranks send each other no buckets of gradients: with data=1, servers, local steps "
+        "and zero=3",
+        "use data=2 or more, with zero=2 at the most",
     ),
 }
 
@@ -392,7 +400,13 @@ def _refuse_codec(plan: "Plan") -> None:
             f"codec={plan.codec} does not go with combine={plan.combine}: a replica that is "
             "not trusted could hide behind rounding. Leave one of them out."
         )
-    if plan.packed_codec != "none":
+    if plan.codec == AUTO and (plan.sync == "server" or plan.local_steps > 1):
+        way = "sync=server" if plan.sync == "server" else f"local_steps={plan.local_steps}"
+        raise PlanError(
+            f"codec=auto does not go with {way}: it compares steps in which ranks exchange their "
+            f"gradients, and here they do not. Name a codec (codec=int8), or leave {way} out."
+        )
+    if plan.codec == AUTO or plan.packed_codec != "none":
         _refuse_packed_gradients(plan)
     elif name == "powersgd" or (name == "onebit" and plan.local_steps == 1):
         way = "local_steps" if plan.local_steps > 1 else "sync=server"

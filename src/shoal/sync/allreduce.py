@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.buckets import (
+    BUCKET_BYTES,
     WINDOW_BYTES,
     GradientBucket,
     GradientBuckets,
@@ -70,11 +71,12 @@ class AllReduce(LockstepStrategy):
         exact: bool = True,
         round_size: int = 1,
         packing: GradientPacking | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
         apart: str | None = None,
     ):
         """Ranks of one host hold parameters and state together where they can, if `apart` is "";
         else it is why they do not, in words, or None if that needs no words."""
-        super().__init__(num_pieces, round_size, packing)
+        super().__init__(num_pieces, round_size, packing, bucket_bytes)
         self.exact, self._apart, self._keeps = exact, apart, False
         self.host: HostState | None = None
 
@@ -102,7 +104,7 @@ class AllReduce(LockstepStrategy):
             self._tree = self.rounds.tree() if self.packing is None else ranks_tree(mesh.data)
             num_rows = self._tree.num_rows if self.exact and self.packing is None else 1
             sizes = [(tuple(p.shape), p.itemsize, (p.dtype, p.device)) for p in self.parameters]
-            assigned = assign_packed(sizes, codec)
+            assigned = assign_packed(sizes, codec, self.bucket_bytes)
             buckets = [
                 make_bucket(b.indices, self.parameters, num_rows, self._tree.buffers, b.starts)
                 for b in assigned
@@ -125,6 +127,8 @@ class AllReduce(LockstepStrategy):
         self._plain = mesh.num_ranks == self.num_pieces == 1 and not len(self.buffers)
 
     def detach(self) -> None:
+        if not self.is_attached:  # its group was lost while the plan was measured
+            return
         self.buffers.restore()  # of a step given up, nothing stays
         for hook in self._sparse:
             hook.remove()

@@ -77,8 +77,10 @@ def _in_lockstep(
     if chosen is FullySharded:
         return FullySharded(num_pieces, plan.num_microbatches)
     if chosen is ZeroSharded:
-        return ZeroSharded(num_pieces, plan.zero == 2, plan.num_microbatches, packing)
-    return AllReduce(num_pieces, plan.sums == "exact", plan.num_microbatches, packing, apart)
+        scatters = plan.zero == 2
+        return ZeroSharded(num_pieces, scatters, plan.num_microbatches, packing, plan.bucket_bytes)
+    exact, round_size = plan.sums == "exact", plan.num_microbatches
+    return AllReduce(num_pieces, exact, round_size, packing, plan.bucket_bytes, apart)
 
 
 def _push_packing(

@@ -68,7 +68,9 @@ class PackedBucket(NamedTuple):
 
 
 def assign_packed(
-    sizes: Sequence[tuple[tuple[int, ...], int, object]], codec: str
+    sizes: Sequence[tuple[tuple[int, ...], int, object]],
+    codec: str,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[PackedBucket]:
     """Assign parameters, given as (shape, bytes of an element, kind), to buckets. Pure.
 
@@ -84,7 +86,7 @@ def assign_packed(
         for indices in assign_apart(
             [(torch.Size(shape).numel() * size, kind) for shape, size, kind in sizes],
             list(map(is_packed, range(len(sizes)))),
-            BUCKET_BYTES,
+            bucket_bytes,
         )
     ]
     return [

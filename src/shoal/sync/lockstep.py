@@ -7,6 +7,7 @@ is saved and what is handed over are one. Each strategy adds its own way to sum 
 import torch
 from torch import nn
 
+from shoal.comm.buckets import BUCKET_BYTES
 from shoal.comm.mesh import Mesh
 from shoal.parallel.layout import WHOLE, LocalLayout
 from shoal.sync.gradient_packing import GradientPacking
@@ -22,9 +23,14 @@ class LockstepStrategy:
     servers: ServerLink | None = None
 
     def __init__(
-        self, num_pieces: int, round_size: int = 1, packing: GradientPacking | None = None
+        self,
+        num_pieces: int,
+        round_size: int = 1,
+        packing: GradientPacking | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ):
         self.num_pieces, self.round_size, self.packing = num_pieces, round_size, packing
+        self.bucket_bytes, self.is_attached = bucket_bytes, False
 
     def attach(
         self,
@@ -34,7 +40,7 @@ class LockstepStrategy:
         holding: LocalLayout = WHOLE,
     ) -> None:
         """A strategy calls it first in its own."""
-        self.mesh = mesh
+        self.mesh, self.is_attached = mesh, True
         self.attached = AttachedModel(
             model, optimizer, mesh, holding, self.num_pieces, self.round_size
         )

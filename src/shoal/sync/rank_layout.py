@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shoal.comm.buckets import BUCKET_BYTES, assign_buckets
+from shoal.comm.buckets import assign_buckets
 from shoal.comm.tree import Block
 from shoal.data.split import share
 from shoal.numerics.codecs import packs
@@ -210,14 +210,15 @@ class RankLayout:
     @cached_property
     def buckets(self) -> list[list[LocalParameter]]:
         """The gradient buckets, without ZeRO."""
-        dealt = assign_buckets([(p.num_bytes, p.dtype) for p in self.trained], BUCKET_BYTES)
+        sizes = [(p.num_bytes, p.dtype) for p in self.trained]
+        dealt = assign_buckets(sizes, self.plan.bucket_bytes)
         return [[self.trained[i] for i in bucket] for bucket in dealt]
 
     @cached_property
     def packed_buckets(self) -> list[PackedBucket]:
         """The same, if gradients are packed."""
         sizes = [(p.shape, p.dtype.itemsize, p.dtype) for p in self.trained]
-        return assign_packed(sizes, self.plan.packed_codec)
+        return assign_packed(sizes, self.plan.packed_codec, self.plan.bucket_bytes)
 
     @cached_property
     def flat_buffers(self) -> list[zero_layout.FlatBuffer]:
@@ -225,7 +226,8 @@ class RankLayout:
         sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in self.trained]
         may_cut, codec = self.facts.is_element_wise, self.plan.packed_codec
         packed = [codec != "none" and packs(codec, p.shape, p.dtype.itemsize) for p in self.trained]
-        return zero_layout.lay_out_buffers(sizes, self.num_replicas, may_cut, packed)
+        bucket_bytes = self.plan.bucket_bytes
+        return zero_layout.lay_out_buffers(sizes, self.num_replicas, may_cut, packed, bucket_bytes)
 
     @cached_property
     def segments(self) -> list[zero_layout.FlatSegment]:

@@ -25,7 +25,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.buckets import WINDOW_BYTES, GradientBucket, GradientBuckets, make_bucket
+from shoal.comm.buckets import (
+    BUCKET_BYTES,
+    WINDOW_BYTES,
+    GradientBucket,
+    GradientBuckets,
+    make_bucket,
+)
 from shoal.comm.collectives import Pending
 from shoal.comm.compression import CompressedGather, CompressedScatter, LowRankScatter
 from shoal.comm.mesh import Mesh
@@ -115,8 +121,9 @@ class ZeroSharded(LockstepStrategy):
         scatter_each: bool,
         round_size: int = 1,
         packing: GradientPacking | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ):
-        super().__init__(num_pieces, round_size, packing)
+        super().__init__(num_pieces, round_size, packing, bucket_bytes)
         self._schedule_of = ScatterSchedule.each_round if scatter_each else ScatterSchedule.once
         self.flat_buffers: list[zero_layout.FlatBuffer] = []
         self.shards: list[Tensor] = []  # of the summed gradient, by flat buffer
@@ -164,8 +171,9 @@ class ZeroSharded(LockstepStrategy):
         self._around = RoundContext(self.rounds, self._end_round)
 
     def detach(self) -> None:
-        self.buffers.restore()
-        self.buckets.close()
+        if self.is_attached:
+            self.buffers.restore()
+            self.buckets.close()
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
@@ -219,7 +227,7 @@ class ZeroSharded(LockstepStrategy):
         may_cut = is_element_wise(self.attached.optimizer)
         packed = [codec != "none" and packs(codec, p.shape, p.itemsize) for p in self.parameters]
         self.flat_buffers = zero_layout.lay_out_buffers(
-            sizes, self.group.num_ranks, may_cut, packed
+            sizes, self.group.num_ranks, may_cut, packed, self.bucket_bytes
         )
         self._flat = [_flatten(flat_buffer, self.parameters) for flat_buffer in self.flat_buffers]
         self._buffer_of = {

@@ -21,6 +21,8 @@ from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
 from shoal.parallel.recompute import blocks_to_recompute
 from shoal.parallel.striping import EmbeddingModule, tables_of
+from shoal.plans.keys import AUTO
+from shoal.plans.measured import GAINS
 from shoal.plans.plan import Plan
 from shoal.plans.resize import RunSize, with_size
 from shoal.sync.outer import averaged_parameters
@@ -118,17 +120,19 @@ def _refuse_idle_codec(plan: Plan, model: nn.Module) -> None:
     """A codec that makes no gradient smaller has no effect. Servers and outer steps pack all
     parameters together, so small ones too."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    codec = plan.packed_codec
-    if codec == "none" or any(packs(codec, p.shape, p.itemsize) for p in trained.values()):
+    codecs = GAINS if plan.codec == AUTO else (plan.packed_codec,)
+    if "none" in codecs or any(
+        packs(codec, p.shape, p.itemsize) for codec in codecs for p in trained.values()
+    ):
         return
     name, largest = max(
         trained.items(), key=lambda item: item[1].numel(), default=("nothing", None)
     )
     shape = "" if largest is None else f", of the shape {list(largest.shape)}"
     raise PlanError(
-        f"codec={codec} has no effect: it makes no gradient of this model smaller. Tensors below "
-        f"1,024 elements are sent as they are, and so is what would take as many bytes packed; the "
-        f"largest is {name}{shape}. Leave codec out."
+        f"codec={plan.codec} has no effect: it makes no gradient of this model smaller. Tensors "
+        f"below 1,024 elements are sent as they are, and so is what would take as many bytes "
+        f"packed; the largest is {name}{shape}. Leave codec out."
     )
 
 

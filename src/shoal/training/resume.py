@@ -8,12 +8,15 @@ data, as far as it can be told from what the run began with.
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from shoal.checkpoint.find import list_steps
 from shoal.checkpoint.manifest import Manifest, Origin
 from shoal.checkpoint.verify import VerifiedCheckpoint
 from shoal.data.identity import identities_differ, short_identity
 from shoal.errors import BadCheckpoint, PlanError, UnusableCheckpoint, UsageError
 from shoal.logs import warn_on_screen
+from shoal.plans.keys import AUTO
 from shoal.plans.plan import Plan
 from shoal.storage.store import Store
 from shoal.training.run import Run, resolve
@@ -151,6 +154,15 @@ def _refuse_other_new(now: str | None, before: str | None) -> None:
 def plan_to_resume(run: Run, text: str | None, ranks: int | None, origin: Origin) -> Plan:
     """The plan, by default the last one, with the batch cut into pieces as before if it can be."""
     chosen = Plan.parse(origin.plan if text is None else text)
+    before = Plan.parse(origin.plan)
+    if chosen.is_open and not before.is_open:
+        keys = [key for key in ("codec", "bucket") if getattr(chosen, key) == AUTO]
+        kept = {key: getattr(before, key) for key in keys}
+        chosen = msgspec.structs.replace(chosen, **kept)
+        warn_on_screen(
+            f"A run that is resumed keeps {' '.join(f'{k}={v}' for k, v in kept.items())}, which "
+            "it was trained with. Name another to change it."
+        )
     if chosen.pieces is None:
         try:
             return resolve(run, f"{chosen} pieces={origin.num_pieces}", ranks)

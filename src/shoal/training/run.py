@@ -24,6 +24,7 @@ from shoal.errors import PlanError, RecipeError, UsageError
 from shoal.numerics.optimizers import refuse_closures, use_fused_kernels
 from shoal.numerics.schedules import Schedule, as_schedule
 from shoal.parallel.striping import tables_of, weights_of
+from shoal.plans.keys import AUTO
 from shoal.plans.plan import Plan
 from shoal.sync.named_parts import LossPart
 from shoal.training.callbacks import check_callbacks, check_plan, has_callbacks
@@ -357,6 +358,9 @@ def _refuse_custom_step(plan: Plan, run: Run) -> None:
         "sync": ("allreduce", "steps on servers, once for each batch"),
     }
     found = {k: why for k, (usual, why) in unfit.items() if getattr(plan, k) != usual}
+    for key in ("codec", "bucket"):
+        if getattr(plan, key) == AUTO:
+            found[key] = "rehearses a step as a whole before it is made"
     if plan.zero == 3:
         found["zero"] = "gathers a block's parameters only while its own forward runs"
     if "fp16" in plan.precision:

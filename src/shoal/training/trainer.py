@@ -40,6 +40,7 @@ from shoal.training.controls import TrainerControl
 from shoal.training.diagnostics import not_finite_error, weights_are_finite
 from shoal.training.evaluate import measure, swapped_weights
 from shoal.training.loop_state import LoopState
+from shoal.training.measured_plan import settle_plan
 from shoal.training.own_loop import CustomLoop, LoopAction
 from shoal.training.progress import RankProgress
 from shoal.training.rank_check import facts_of, refuse_unlike
@@ -257,6 +258,9 @@ class Trainer:
     def _settle(self, mesh: Mesh) -> None:
         """Take the place in a new mesh and agree on the state."""
         self._follow_size(mesh)
+        if self.runner.plan.is_open:  # as it was when this rank began
+            self.plan, self.strategy = settle_plan(self, mesh)
+            self.checkpointer.follow(self.plan)
         self.balancing = make_balancer(self.plan, mesh)
         self._is_fresh = False  # whether the last step is one that all commit in this group
         self.take_place(mesh)

@@ -100,6 +100,8 @@ class History:
                 self._sit(event)
             case "formed" | "recovered" | "resized" | "resumed":
                 self._at_work(event)
+            case "measured-plan":
+                self.plan = event.text("plan")
             case "exited":
                 self._leave(event)
             case "saved" if event.step is not None:
@@ -286,6 +288,7 @@ _IN_WORDS: dict[str, tuple[Grade, str, str]] = {
     "busy": ("warn", "{seat} computed without a pause for {seconds} s", "{at}"),
     "standstill": ("bad", "nothing was done for {seconds} s", "no rank said why"),
     "slow": ("warn", "the others wait: {slow}", "{advice}"),
+    "measured-plan": ("info", "{text}", ""),
     "balanced": ("info", "work moved between replicas", "{slow}"),
     "resumed": ("info", "the run went on from {name}", ""),
     "checkpoint-refused": ("warn", "{name} was passed over", "{why}"),

@@ -159,7 +159,7 @@ def compare(run: Run, plan: Plan, directory: Path) -> VerifyResult:
         whole = uncut_parameters(run, plan)
         for step, snapshots in enumerate(reference.train(run, plan), start=1):
             paths = [step_path(directory, step, rank) for rank in range(plan.num_ranks)]
-            steps = [StepRecord(_await(path)) for path in paths]
+            steps = [StepRecord(load_file(await_file(path))) for path in paths]
             replicas = by_replica(steps, plan, len(snapshots))
             for ranks, own in zip(replicas, snapshots, strict=True):
                 StepComparison(verdict, plan, step, ranks).whole(own)
@@ -384,7 +384,8 @@ def _keep_worst(verdict: VerifyResult, what: str, relative: float) -> None:
         verdict.worst[what] = relative
 
 
-def _await(path: Path) -> dict[str, Tensor]:
+def await_file(path: Path) -> Path:
+    """A file that a rank of the plan writes, once it is there."""
     deadline = time.monotonic() + PATIENCE_S
     while not path.exists():
         if ended_early(path.parent).exists() and not path.exists():
@@ -392,11 +393,16 @@ def _await(path: Path) -> dict[str, Tensor]:
         if finished(path.parent).exists() or time.monotonic() > deadline:
             raise RecipeError(f"The plan's run ended or hangs before it wrote {path.name}.")
         time.sleep(0.002)
-    return load_file(path)
+    return path
 
 
 def step_path(directory: Path, step: int, rank: int) -> Path:
     return directory / f"step-{step:08d}-rank-{rank:03d}.safetensors"
+
+
+def settled_path(directory: Path) -> Path:
+    """The plan of a run that measured what it left open, by rank 0."""
+    return directory / "plan"
 
 
 def finished(directory: Path) -> Path:

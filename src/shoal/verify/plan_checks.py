@@ -10,7 +10,6 @@ import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from shoal.comm.buckets import BUCKET_BYTES
 from shoal.numerics.norms import BLOCK
 from shoal.parallel.tensor.search_state import kind_of
 from shoal.plans.plan import Plan
@@ -72,7 +71,7 @@ def find_violation(
             )
         if plan.zero:
             # Even shards, up to a block for each bucket, or a tensor that may not be cut.
-            uneven = max(BLOCK * (1 + 4 * total // BUCKET_BYTES), largest)
+            uneven = max(BLOCK * (1 + 4 * total // plan.bucket_bytes), largest)
             most = SLACK * total / plan.num_within + uneven
             if num_model_ranks == 1 and step.num_stepped > most:
                 return (

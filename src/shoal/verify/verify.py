@@ -28,7 +28,7 @@ from shoal.numerics.reserved import ReservedParameter
 from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
-from shoal.storage.files import atomic_replace
+from shoal.storage.files import atomic_replace, write_atomic
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.choose import served_tables
 from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
@@ -38,10 +38,12 @@ from shoal.training.trainer import Trainer
 from shoal.verify.compare import (
     PATIENCE_S,
     VerifyResult,
+    await_file,
     compare,
     ended_early,
     finished,
     name_slices,
+    settled_path,
     step_path,
 )
 from shoal.verify.reference import gradient_key
@@ -68,8 +70,11 @@ def verify(
         set_rank_threads()
         run = load()
         resolved = resolve(run, plan, None)
+        if resolved.is_open:
+            resolved = Plan.parse(await_file(settled_path(directory)).read_text())
         judge = compare if resolved.staleness_bound == 0 else compare_replay
         verdict = judge(run, resolved, directory)
+        verdict.plan = str(resolved)
         return {"verdict": msgspec.to_builtins(verdict)}, _start_no_rank
 
     def prepare() -> tuple[dict[str, Any], WorkerMain]:
@@ -98,7 +103,6 @@ def verify(
     finally:
         beside.close()
         shutil.rmtree(directory, ignore_errors=True)
-    verdict.plan = facts["plan"]
     ends = {verdict.num_steps, outcome.step}
     if verdict.passed and len(ends) > 1 and min(ends) < facts["num_steps"]:
         verdict.complaint = _ended_apart(verdict.num_steps, outcome.step)
@@ -190,6 +194,8 @@ class StepRecorder:
         is_apart = link is not None and link.is_apart
         if not is_apart:  # else the reader may wait for a rank that waits for the reader
             self._wait_for_reader(info.step - AHEAD, rank)
+        if rank == 0 and self._trainer.runner.plan.is_open:
+            write_atomic(settled_path(self._directory), str(self._trainer.plan).encode())
         content = {"loss": torch.tensor([info.loss], dtype=torch.float64)}
         content["bytes_sent"] = torch.tensor([info.bytes_sent])
         groups = self._trainer.optimizer.param_groups

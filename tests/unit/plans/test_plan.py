@@ -141,7 +141,7 @@ def test_a_plan_is_frozen() -> None:
     ("text", "says"),
     [
         ("dat=2", "Did you mean 'data'?"),
-        ("batch=2", "Known: accumulate, codec"),
+        ("batch=2", "Known: accumulate, bucket, codec"),
         ("data=2 data=2", "given twice"),
         ("data", "not key=value"),
         ("data = 2", "no space around the '='"),

@@ -47,7 +47,9 @@ def test_complex_parameters_are_not_left_apart_nor_halved(key: str) -> None:
         build_model(run, resolved(run, f"data=4 sync=server {key}"))
 
 
-@pytest.mark.parametrize("plan", ["codec=int8", "zero=1 codec=topk:0.1", "codec=powersgd:8"])
+@pytest.mark.parametrize(
+    "plan", ["codec=int8", "zero=1 codec=topk:0.1", "codec=powersgd:8", "codec=auto"]
+)
 def test_a_codec_that_packs_nothing_is_refused(plan: str) -> None:
     run = dataclasses.replace(zoo.mlp(), model=lambda: nn.Linear(32, zoo.KINDS))
     with pytest.raises(PlanError, match=r"has no effect: it makes no gradient.* largest is weight"):
