@@ -6,6 +6,7 @@ the cable is counted by the kernel. Needs `ip` and the right to make namespaces,
 
 import ctypes
 import os
+import runpy
 import socket
 import subprocess
 import threading
@@ -48,6 +49,20 @@ class Host(NamedTuple):
 
     def speak_to(self, other: "Host") -> None:
         _ip("-n", self.namespace, "route", "del", "blackhole", f"{other.address}/32")
+
+    def narrow(self, rate: str) -> None:
+        """Let no more than this through from now on, as in 400kbit."""
+        limit = ["tbf", "rate", rate, "burst", "4kb", "latency", "500ms"]
+        words = ["qdisc", "add", "dev", self.interface, "root", *limit]
+        subprocess.run(["tc", "-n", self.namespace, *words], capture_output=True, check=True)
+
+    def signal(self, number: int) -> None:
+        """To all processes on this host."""
+        words = ["ip", "netns", "pids", self.namespace]
+        found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        for pid in map(int, found.split()):
+            with suppress(ProcessLookupError):  # it ended with another
+                os.kill(pid, number)
 
     def reset_connections(self) -> int:
         """Break every TCP connection of this host at once; how many there were."""
@@ -184,6 +199,9 @@ def run_in(namespace: str, words: list[str]) -> int:
     """Run a command of Shoal on a host, or here; the process that calls this stays there."""
     if namespace:
         _enter(namespace)
+    for directory in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if (site := Path(directory, "sitecustomize.py")).is_file():  # as a fresh Python would
+            runpy.run_path(str(site))
     host_agent.ANSWER_S = PATIENCE_S
     return run_here(words)
 

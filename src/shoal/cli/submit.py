@@ -111,8 +111,7 @@ def submit(
     state = submit_job(*asked)
     say(f"shoal: {state.job} is {state.state}, in {state.run_dir}", is_error=True)
     if as_json:
-        found = {"job": state.job, "run_dir": state.run_dir, "state": state.state, "exit_code": 0}
-        print_json(found)
+        print_json({"job": state.job, "run_dir": state.run_dir, "state": state.state})
     else:
         click.echo(state.job)
 

@@ -261,7 +261,10 @@ def ask(command: str, *words: str) -> str:
     if done.returncode:
         why = error_of(done.stderr or done.stdout)
         kind = _UnknownJob if "Invalid job id" in why else UsageError
-        raise kind(f"{command} failed: {why or f'it ended with exit code {done.returncode}'}.")
+        raise kind(
+            f"{command} failed: {why or f'it ended with exit code {done.returncode}'}. `scontrol "
+            "ping` says whether Slurm's controller can be reached from here."
+        )
     return done.stdout
 
 

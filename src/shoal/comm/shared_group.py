@@ -31,7 +31,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.shared_memory import NotShared, SegmentHandle, SharedSegment
-from shoal.comm.shared_rounds import SUM, Mailbox, Operator, SharedRounds, Steps, segment_bytes
+from shoal.comm.shared_rounds import (
+    LEFT,
+    SUM,
+    Mailbox,
+    Operator,
+    SharedRounds,
+    Steps,
+    segment_bytes,
+)
 from shoal.logs import warn_once
 
 BACKEND = "shoal_shared"
@@ -106,9 +114,14 @@ class SharedGroup(dist.ProcessGroup):
             _BUSY.discard(self)
 
     def look_for_peers(self, work: SharedWork) -> None:
-        for rank, pid in self._rounds.pids().items():
-            if _is_gone(pid):
-                work.fail(f"rank {rank} of the group (process {pid}) is gone")
+        gone = {rank: pid for rank, pid in self._rounds.pids().items() if _is_gone(pid)}
+        if not gone:
+            return
+        with _LOCK:
+            self.progress()  # they may have done their part before they went
+        for rank, pid in gone.items() if not work.is_completed() else ():
+            how = "has left it" if pid == LEFT else f"(process {pid}) is gone"
+            work.fail(f"rank {rank} of the group {how}")
 
     def who_is_late(self) -> str:
         late = self._rounds.late()
@@ -214,6 +227,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         _BUSY.discard(self)
+        self._rounds.leave()
 
     abort = shutdown
 
@@ -329,7 +343,9 @@ def _create(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) ->
 
 
 def _is_gone(pid: int) -> bool:
-    """Whether a process has ended, though nobody may have waited for it yet."""
+    """Whether a process has ended, though nobody may have waited for it yet; or a rank left."""
+    if pid == LEFT:
+        return True
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rsplit(b")", 1)[1].split()[0] in (b"Z", b"X")
