@@ -35,7 +35,9 @@ from tests.support.network import (
 
 NUM_STEPS = 60
 PLANS = ["data=3", "data=3 sync=server servers=2 copies=2", "data=3 zero=2"]
+PATIENCE_S = 150.0
 Begin = Callable[[str], Training]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 Undisturbed = Callable[..., Trained]
 
 
@@ -74,7 +76,6 @@ def check(trained: Trained, undisturbed: Trained) -> None:
     assert not trained.events("host-lost") and not trained.events("resized")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("fault", [lost, doubled, late], ids=lambda fault: fault.__name__)
 def test_packets_that_go_astray(
@@ -87,13 +88,12 @@ def test_packets_that_go_astray(
 ) -> None:
     """From the first packet on, and nobody even notices."""
     network.tamper = sometimes(0.02, fault, draws)
-    trained = begin(plan).wait()
+    trained = begin(plan).wait(PATIENCE_S)
     check(trained, undisturbed_under(plan, "judged"))
     assert network.num_tampered > 20
     assert not trained.events("exited") and trained.result["steps_again"] == 0
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS)
 def test_messages_that_are_damaged(
     begin: Begin,
@@ -104,15 +104,14 @@ def test_messages_that_are_damaged(
 ) -> None:
     """What was changed on its way is refused, and sent again."""
     training = begin(plan)
-    training.wait_for_step(5)
+    training.wait_for_step(5, PATIENCE_S)
     network.tamper = only(is_message, sometimes(0.02, damaged, draws))
-    trained = training.wait()
+    trained = training.wait(PATIENCE_S)
     check(trained, undisturbed_under(plan, "judged"))
     assert network.num_tampered > 5
     assert not trained.events("exited")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS[:2])
 @pytest.mark.parametrize("host", [0, 1], ids=["requests", "replies"])
 def test_messages_that_a_reset_takes_along(
@@ -126,17 +125,16 @@ def test_messages_that_a_reset_takes_along(
     """They have left one side and never reach the other."""
     training = begin(plan)
     for step in (8, 20, 32):
-        training.wait_for_step(step)
+        training.wait_for_step(step, PATIENCE_S)
         network.tamper = only(lambda packet: packet.source == host and is_message(packet), lost)
         time.sleep(0.3)
         hosts[1].reset_connections()
         network.tamper = passed
-    trained = training.wait()
+    trained = training.wait(PATIENCE_S)
     check(trained, undisturbed_under(plan, "judged"))
     assert not trained.events("exited")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("plan", PLANS[:2])
 def test_messages_that_come_after_they_were_sent_again(
     begin: Begin, network: Network, undisturbed_under: Undisturbed, plan: str
@@ -144,7 +142,7 @@ def test_messages_that_come_after_they_were_sent_again(
     """Held up for longer than it takes to ask again, so that both arrive."""
     training = begin(plan)
     for step in (8, 20):
-        training.wait_for_step(step)
+        training.wait_for_step(step, PATIENCE_S)
         ends_at = time.monotonic() + 1.5
 
         def hold(packet: Packet, ends_at: float = ends_at) -> list[tuple[float, Packet]]:
@@ -153,6 +151,6 @@ def test_messages_that_come_after_they_were_sent_again(
         network.tamper = only(is_message, hold)
         time.sleep(1.5)
         network.tamper = passed
-    trained = training.wait()
+    trained = training.wait(PATIENCE_S)
     check(trained, undisturbed_under(plan, "judged"))
     assert not trained.events("exited")

@@ -36,6 +36,7 @@ WALL_CLOCKS = {  # what all processes of the run execute when they start
     "stands still": "import time\ntime.time = lambda: 1.7e9\n",
 }
 Begin = Callable[..., Training]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 
 
 @pytest.fixture
@@ -89,8 +90,6 @@ def check_fenced(trained: Trained, host: Host) -> None:
     assert later and lost not in {event["host"] for event in later}
 
 
-@pytest.mark.full
-@pytest.mark.timeout(240)
 def test_a_host_that_is_unplugged_and_comes_back(
     begin: Begin, cable: list[Host], undisturbed_under
 ) -> None:
@@ -112,7 +111,6 @@ def test_a_host_that_is_unplugged_and_comes_back(
     assert trained.events("host-added")[0]["host"] == 3
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("deaf", [True, False], ids=["it hears nothing", "it is not heard"])
 def test_a_link_that_is_cut_one_way(
     begin: Begin, cable: list[Host], undisturbed_under, deaf: bool
@@ -125,13 +123,12 @@ def test_a_link_that_is_cut_one_way(
     wait_for(training, "resized")
     assert wait_until(lambda: not any(map(is_alive, pids)), 20.0), "it did not end its members"
     source.speak_to(target)
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under("data=3", "judged"))
     check_ledger(trained, NUM_STEPS)
     check_fenced(trained, cable[2])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "plan", ["data=3", "data=3 zero=2", "data=6 sync=server servers=3 copies=2"]
 )
@@ -142,15 +139,13 @@ def test_a_host_that_is_killed(
     training = begin(plan, slots=2 if "server" in plan else 1)
     training.wait_for_step(10)
     cable[2].signal(signal.SIGKILL)
-    trained = training.wait()
+    trained = training.wait(100.0)
     remove_left_behind()
     check_same(trained, undisturbed_under(plan, "judged"))
     check_ledger(trained, NUM_STEPS)
     check_fenced(trained, cable[2])
 
 
-@pytest.mark.full
-@pytest.mark.timeout(240)
 def test_connections_of_which_one_end_is_gone(
     begin: Begin, cable: list[Host], undisturbed_under
 ) -> None:
@@ -168,8 +163,6 @@ def test_connections_of_which_one_end_is_gone(
     check_fenced(trained, cable[2])
 
 
-@pytest.mark.full
-@pytest.mark.timeout(240)
 def test_two_groups_of_which_one_goes_on(
     begin: Begin, cable: list[Host], undisturbed_under
 ) -> None:
@@ -189,8 +182,6 @@ def test_two_groups_of_which_one_goes_on(
     assert trained.events("resized")[0]["change"] == "data 3 -> 1"
 
 
-@pytest.mark.full
-@pytest.mark.timeout(240)
 def test_two_hosts_that_lose_each_other_alone(
     begin: Begin, cable: list[Host], undisturbed_under
 ) -> None:
@@ -205,18 +196,16 @@ def test_two_hosts_that_lose_each_other_alone(
     check_ledger(trained, NUM_STEPS)
 
 
-@pytest.mark.full
 def test_a_link_that_is_slow(begin: Begin, cable: list[Host], undisturbed_under) -> None:
     training = begin("data=3 sync=server servers=2 copies=2", slots=2)
     training.wait_for_step(8)
     cable[2].narrow("400kbit")
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under("data=3 sync=server servers=2 copies=2", "judged"))
     check_ledger(trained, NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("exited")
 
 
-@pytest.mark.full
 def test_a_host_that_is_slow_is_not_lost(
     begin: Begin, cable: list[Host], undisturbed_under
 ) -> None:
@@ -227,12 +216,11 @@ def test_a_host_that_is_slow_is_not_lost(
         time.sleep(1.0)
         cable[1].plug()
         time.sleep(1.0)
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under("data=3", "judged"))
     assert not trained.events("host-lost") and not trained.events("resized")
 
 
-@pytest.mark.full
 def test_processes_that_all_stand_still(begin: Begin, cable: list[Host], undisturbed_under) -> None:
     """For longer than the limit of silence, as a machine does that is put to sleep."""
     training = begin("data=3")
@@ -241,13 +229,12 @@ def test_processes_that_all_stand_still(begin: Begin, cable: list[Host], undistu
         for host in cable:
             host.signal(number)
         time.sleep(5.0 * (number == signal.SIGSTOP))
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under("data=3", "judged"))
     check_ledger(trained, NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("exited")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("plan", ["data=3", "data=3 sync=server servers=2 copies=2"])
 @pytest.mark.parametrize("how", ["jumps", "stands still"])
 def test_a_wall_clock_that_no_one_should_trust(
@@ -256,13 +243,12 @@ def test_a_wall_clock_that_no_one_should_trust(
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(WALL_CLOCKS[how])
     training = begin(plan, slots=2, environment={"PYTHONPATH": str(tmp_path / "clock")})
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under(plan, "judged"))
     check_ledger(trained, NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("exited")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "plan", ["data=3", "data=3 zero=2", "data=3 sync=server servers=2 copies=2"]
 )
@@ -275,7 +261,7 @@ def test_connections_that_are_reset(
     for step in (8, 20, 32):
         training.wait_for_step(step)
         assert cable[2].reset_connections()
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under(plan, "judged"))
     check_ledger(trained, NUM_STEPS)
     assert not trained.events("host-lost")
@@ -283,7 +269,6 @@ def test_connections_that_are_reset(
         assert not trained.events("exited")
 
 
-@pytest.mark.full
 def test_clocks_that_differ(begin: Begin, cable: list[Host], undisturbed_under) -> None:
     """Monotonic clocks begin when a machine does: no time of one is compared with another's."""
     training = begin("data=3", ahead_s=1_000_000)
@@ -291,7 +276,7 @@ def test_clocks_that_differ(begin: Begin, cable: list[Host], undisturbed_under) 
     cable[1].unplug()
     time.sleep(1.0)
     cable[1].plug()
-    trained = training.wait()
+    trained = training.wait(100.0)
     check_same(trained, undisturbed_under("data=3", "judged"))
     check_ledger(trained, NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("resized")

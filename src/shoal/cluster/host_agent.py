@@ -213,8 +213,14 @@ class AgentSession:
         self._send(JoinRequest(name, self._address, cores(), own_versions()))
         while self._wanted is None:
             self._turn(POLL_S)
-        self._here = self._settle(self._wanted)
-        (self._scratch / _RUN).write_bytes(msgspec.msgpack.encode(self._here))
+        try:
+            self._here = self._settle(self._wanted)
+            (self._scratch / _RUN).write_bytes(msgspec.msgpack.encode(self._here))
+        except OSError as error:
+            raise UsageError(
+                f"This host cannot write to {self._scratch}, where it keeps the files of the run: "
+                f"{error.strerror}. Make room there, or let TMPDIR name another directory."
+            ) from error
         os.write(told, b"1")
 
     def _settle(self, run: PrepareHost) -> HostRun:

@@ -115,8 +115,6 @@ class SharedGroup(dist.ProcessGroup):
 
     def look_for_peers(self, work: SharedWork) -> None:
         gone = {rank: pid for rank, pid in self._rounds.pids().items() if _is_gone(pid)}
-        if not gone:
-            return
         with _LOCK:
             self.progress()  # they may have done their part before they went
         for rank, pid in gone.items() if not work.is_completed() else ():

@@ -146,8 +146,7 @@ class Supervisor:
         self._beats: dict[int, Heartbeat] = {}  # the last one of each member
         self._resizes = resizes
         self._forming = FormingMonitor(members.options.form_timeout_s)
-        self._progress, self._last_turn_at = ProgressMonitor(stop_timeout_s), time.monotonic()
-        self._clock = AwakeClock()
+        self._progress, self._clock = ProgressMonitor(stop_timeout_s), AwakeClock()
 
     def run(self) -> SupervisorResult:
         """Supervise until the run is over. No process is left running afterwards."""
@@ -163,7 +162,6 @@ class Supervisor:
             self._execute(self.members.start(self._clock()))
             while not self._over:
                 poller.poll(POLL_MS)
-                self._last_turn_at = time.monotonic()
                 self._read_reports()
                 self._read_messages()
                 self._execute(self.members.tick(self._clock()))
@@ -213,7 +211,7 @@ class Supervisor:
 
     def _on_alarm(self, number: int, frame: object) -> None:
         """End a loop that is stuck after a stop signal, on a screen that blocks for example."""
-        if time.monotonic() - self._last_turn_at > STUCK_S:
+        if self._clock.unseen_s > STUCK_S:
             raise Ended(128 + self._signals[0])
 
     def _forward_stop(self) -> None:

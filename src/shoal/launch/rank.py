@@ -180,7 +180,8 @@ class _Rank:
     ) -> int:
         """As rank 0."""
         with ExitStack() as held:
-            options = msgspec.structs.replace(options, ranks=self._world.num_ranks)
+            ranks = self._world.num_ranks
+            options = msgspec.structs.replace(options, ranks=ranks, trust_network=False)  # heeded
             try:
                 recipe, options, directory = held.enter_context(
                     opened_run(recipe, options, run_dir)

@@ -17,6 +17,11 @@ class AwakeClock:
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now, self._seen, self._asleep_s = now, now(), 0.0
 
+    @property
+    def unseen_s(self) -> float:
+        """Seconds since it was looked at."""
+        return self._now() - self._seen
+
     def __call__(self) -> float:
         now = self._now()
         self._asleep_s += max(0.0, now - self._seen - MOST_S)

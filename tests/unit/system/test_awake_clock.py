@@ -1,3 +1,5 @@
+"""A clock that does not count what its process has slept through."""
+
 from shoal.system.awake_clock import MOST_S, AwakeClock
 
 
