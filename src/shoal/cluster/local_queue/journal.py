@@ -280,6 +280,4 @@ def set_limits(before: QueueLimits, words: dict[str, str]) -> QueueLimits:
         )
     except msgspec.ValidationError:
         given = " ".join(f"{name}={text}" for name, text in words.items())
-        raise UsageError(
-            f"{given}: a limit is a whole number from 1 on, or cores=all."
-        ) from None
+        raise UsageError(f"{given}: a limit is a whole number from 1 on, or cores=all.") from None
