@@ -1,4 +1,4 @@
-"""Two hosts on one machine, for tests: network namespaces with a cable (veth) between them.
+"""Hosts on one machine, for tests: network namespaces on a switch.
 
 Each has its own loopback, addresses and ports; files and process numbers are shared. What crosses
 the cable is counted by the kernel. Needs `ip` and the right to make namespaces, which is root's.
@@ -76,28 +76,6 @@ class Host(NamedTuple):
         words = ["ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", self.interface]
         (told,) = msgspec.json.decode(subprocess.run(words, capture_output=True, check=True).stdout)
         return int(told["stats64"]["tx"]["bytes"])
-
-
-@contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Raises NoNamespaces where they cannot be made."""
-    mark = os.urandom(3).hex()
-    hosts = [Host(f"shoal-{mark}-{i}", f"10.77.0.{i + 1}", f"sh{mark}{i}") for i in (0, 1)]
-    try:
-        for host in hosts:
-            _ip("netns", "add", host.namespace)
-        ends = [host.interface for host in hosts]
-        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for host in hosts:
-            _ip("link", "set", host.interface, "netns", host.namespace)
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            for interface in ("lo", host.interface):
-                _ip("-n", host.namespace, "link", "set", interface, "up")
-        yield hosts[0], hosts[1]
-    finally:
-        for host in hosts:  # and with them the cable
-            if Path("/run/netns", host.namespace).exists():
-                _ip("netns", "delete", host.namespace)
 
 
 @contextmanager
