@@ -57,6 +57,7 @@ def test_two_replicas_stop_without_saving(start, point: str, what: str) -> None:
     assert event["ranks"] == [0, 1]
 
 
+@pytest.mark.quick("step.begin-model.0.weight")
 @pytest.mark.parametrize(
     ("point", "what"),
     [*FLIPS[:2], *(pytest.param(*flip, marks=pytest.mark.full) for flip in FLIPS[2:])],
@@ -214,6 +215,7 @@ def test_a_rank_that_differs_again_and_again_is_not_trusted(start) -> None:
     assert len(trained.events("replica-repaired")) == 3
 
 
+@pytest.mark.full
 def test_a_death_and_a_flip_together(start, undisturbed_under) -> None:
     """Survivors agree on the state before a newcomer takes it, or most would be wrong."""
     plan = "data=4"
@@ -238,6 +240,7 @@ def test_two_survivors_that_differ_do_not_bring_a_newcomer_up(start) -> None:
     check_stopped(trained, "on ranks 0 and 1", "model.0.weight")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan", ["data=3", pytest.param("data=2 sync=server", marks=pytest.mark.full)]
 )
@@ -263,6 +266,7 @@ def test_a_recovered_run_is_compared_like_any_other(start, undisturbed) -> None:
     assert event["ranks"] == [2]
 
 
+@pytest.mark.full
 def test_all_of_a_larger_state_is_compared_in_so_many_steps(start) -> None:
     """Slice by slice, so it may take some steps."""
     flip = "step.begin:flip:member=1:step=20:what=model.2.weight"

@@ -125,11 +125,6 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
     @property
-    def sums_in_order(self) -> bool:
-        """Whether sums are in the order of one process, and so bitwise equal to its sums."""
-        return self.sums == "exact" and self.tensor == 1 and self.zero < 3
-
-    @property
     def outer_rates(self) -> tuple[float, float]:
         """The learning rate and momentum of the outer optimizer; (1, 0) for an average."""
         _, *numbers = self.outer.split(":")

@@ -16,6 +16,7 @@ real step sends. The fixture `pool` (`shoal.testing.ranks`) must be there. Cost:
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -38,9 +39,9 @@ from shoal.sync.state import MemorySource, ShardedState
 from shoal.sync.strategy import GlobalStep, LocalStep, Strategy
 from shoal.testing.ranks import Pool, import_function, importable_name
 
-EVEN = [4, 4, 4, 4, 4, 4]
-UNEVEN = [4, 2, 5, 3, 6, 2]
-WITH_EMPTY = [4, 3, 5, 2, 4, 0]  # as the last batch of an epoch may be
+EVEN = (4, 4, 4, 4, 4, 4)
+UNEVEN = (4, 2, 5, 3, 6, 2)
+WITH_EMPTY = (4, 3, 5, 2, 4, 0)  # as the last batch of an epoch may be
 RARE_PIECE = 2  # the only one to use the parameter `rare`
 NUM_STEPS = 6
 WIDTH = 40  # of matrices that a codec packs
@@ -75,7 +76,7 @@ class Interrupted(Exception):
 class Drive:
     """Does with a strategy what the trainer does, step by step."""
 
-    def __init__(self, mesh: Mesh, factory: str, sizes: list[int], seed: int = 1):
+    def __init__(self, mesh: Mesh, factory: str, sizes: Sequence[int], seed: int = 1):
         torch.manual_seed(seed)
         self.mesh, self.sizes = mesh, sizes
         self.model = Network()
@@ -179,14 +180,14 @@ def _assembled(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-def _undisturbed(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any]:
+def _undisturbed(mesh: Mesh, factory: str, sizes: Sequence[int]) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
     for step in range(NUM_STEPS):
         assert drive.step(step)
     return drive.report()
 
 
-def _attached_again(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any]:
+def _attached_again(mesh: Mesh, factory: str, sizes: Sequence[int]) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
     for step in range(NUM_STEPS):
         assert drive.step(step)
@@ -195,7 +196,7 @@ def _attached_again(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any
     return drive.report()
 
 
-def _moved(mesh: Mesh, factory: str, sizes: list[int], at_step: int) -> dict[str, Any]:
+def _moved(mesh: Mesh, factory: str, sizes: Sequence[int], at_step: int) -> dict[str, Any]:
     first = Drive(mesh, factory, sizes)
     for step in range(at_step):
         first.step(step)
@@ -208,7 +209,7 @@ def _moved(mesh: Mesh, factory: str, sizes: list[int], at_step: int) -> dict[str
     return second.report() | {"losses": losses + second.losses}
 
 
-def _poisoned(mesh: Mesh, factory: str, sizes: list[int], everywhere: bool) -> dict[str, Any]:
+def _poisoned(mesh: Mesh, factory: str, sizes: Sequence[int], everywhere: bool) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
     bad = everywhere or mesh.rank == mesh.num_ranks - 1
     for step in range(NUM_STEPS):
@@ -223,7 +224,7 @@ def _poisoned(mesh: Mesh, factory: str, sizes: list[int], everywhere: bool) -> d
     return drive.report()
 
 
-def _aborted(mesh: Mesh, factory: str, sizes: list[int], regroup: bool) -> dict[str, Any]:
+def _aborted(mesh: Mesh, factory: str, sizes: Sequence[int], regroup: bool) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
     for step in range(NUM_STEPS):
         if step in (0, 3):
@@ -237,7 +238,7 @@ def _aborted(mesh: Mesh, factory: str, sizes: list[int], regroup: bool) -> dict[
     return drive.report()
 
 
-def _gradients(mesh: Mesh, factory: str, sizes: list[int]) -> list[str]:
+def _gradients(mesh: Mesh, factory: str, sizes: Sequence[int]) -> list[str]:
     drive = Drive(mesh, factory, sizes)
     drive.step(0)
     drive.exchange(1)
@@ -246,7 +247,7 @@ def _gradients(mesh: Mesh, factory: str, sizes: list[int]) -> list[str]:
     return found
 
 
-def _costs(mesh: Mesh, factory: str, sizes: list[int], keys: str) -> dict[str, Any]:
+def _costs(mesh: Mesh, factory: str, sizes: Sequence[int], keys: str) -> dict[str, Any]:
     """What a strategy declares, and what it sends and holds: in a step, or a window of them."""
     plan = Plan.parse(f"data={mesh.num_ranks} pieces={len(sizes)} {keys}")
     drive = Drive(mesh, factory, sizes)
@@ -319,6 +320,14 @@ def _facts(plan: Plan) -> PlanFacts:
     )
 
 
+@cache
+def _run_undisturbed(
+    pool: Pool, num_ranks: int, factory: Factory, sizes: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """What the ranks answer; many tests compare with it."""
+    return pool.run(_undisturbed, num_ranks, importable_name(factory), sizes)
+
+
 class StrategyConformance:
     """Inherit, give `factory`, and say how near to one rank the strategy is meant to come."""
 
@@ -340,12 +349,12 @@ class StrategyConformance:
     @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, WITH_EMPTY], ids=["even", "uneven", "empty"])
     @pytest.mark.parametrize("num_ranks", [2, 3, 4])
     def test_many_ranks_train_what_one_does(
-        self, pool: Pool, factory: Factory, num_ranks: int, sizes: list[int]
+        self, pool: Pool, factory: Factory, num_ranks: int, sizes: tuple[int, ...]
     ) -> None:
         if self.parity == "none":
             pytest.skip("this strategy does not train what one rank would, on purpose")
-        (one,) = pool.run(_undisturbed, 1, importable_name(factory), sizes)
-        many = pool.run(_undisturbed, num_ranks, importable_name(factory), sizes)
+        (one,) = _run_undisturbed(pool, 1, factory, sizes)
+        many = _run_undisturbed(pool, num_ranks, factory, sizes)
         groups = [[answer] for answer in many] if self.holds_all else [many]
         for group in groups:
             self._compare(
@@ -355,7 +364,7 @@ class StrategyConformance:
             )
 
     def test_all_ranks_end_alike(self, pool: Pool, factory: Factory) -> None:
-        first, *others = pool.run(_undisturbed, 3, importable_name(factory), EVEN)
+        first, *others = _run_undisturbed(pool, 3, factory, EVEN)
         models = [
             {n: t for n, t in answer["state"].items() if n.startswith('["model.')}
             for answer in (first, *others)
@@ -424,7 +433,7 @@ class StrategyConformance:
         disturbed: Callable[..., dict[str, Any]],
         *arguments: Any,
     ) -> None:
-        plain = pool.run(_undisturbed, num_ranks, importable_name(factory), EVEN)
+        plain = _run_undisturbed(pool, num_ranks, factory, EVEN)
         others = pool.run(disturbed, num_ranks, importable_name(factory), EVEN, *arguments)
         for mine, theirs in zip(others, plain, strict=True):
             self._compare(mine, theirs, bits=True)

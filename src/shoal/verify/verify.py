@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from shoal.cluster.local import LocalBackend, NotLoaded, await_facts
-from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.elastic.supervisor import SupervisorResult
 from shoal.elastic.worker import prepare_training, set_rank_threads, set_single_thread
 from shoal.errors import PlanError
@@ -87,11 +86,6 @@ def verify(
             run_dir,
             backend=LocalBackend(),
             watch=watch,
-            members=lambda started: Membership(
-                started.facts["num_ranks"],
-                started.facts["num_servers"],
-                MembershipOptions(num_spares=0),
-            ),
             stop_timeout_s=STOP_S,
             prepared=facts.update,
         )
