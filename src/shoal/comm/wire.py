@@ -321,13 +321,14 @@ class ClientSocket(zmq.Socket[bytes]):
     """ZeroMQ connects again by itself, but not where a message came in that was damaged on its way:
     it gives that connection up, and nothing can be sent any more. Then this one connects anew."""
 
-    def send(self, data: Any, flags: int = 0, copy: bool = True, track: bool = False) -> Any:  # type: ignore[override]
-        if not self.getsockopt(zmq.EVENTS) & zmq.POLLOUT:  # type: ignore[operator]
-            target = self.getsockopt(zmq.LAST_ENDPOINT)
+    def send(self, *given: Any, **named: Any) -> Any:
+        events: Any = self.getsockopt(zmq.EVENTS)
+        if not events & zmq.POLLOUT:
+            target: Any = self.getsockopt(zmq.LAST_ENDPOINT)
             with suppress(zmq.ZMQError):  # it is not there any more
-                self.disconnect(target)  # type: ignore[arg-type]
-            self.connect(target)  # type: ignore[arg-type]
-        return super().send(data, flags, copy, track)
+                self.disconnect(target)
+            self.connect(target)
+        return super().send(*given, **named)
 
 
 def connect(context: Context, address: str, identity: bytes, keys: Keys | None) -> Socket:
