@@ -114,7 +114,7 @@ class SharedGroup(dist.ProcessGroup):
             _BUSY.discard(self)
 
     def look_for_peers(self, work: SharedWork) -> None:
-        gone = {rank: pid for rank, pid in self._rounds.pids().items() if _is_gone(pid)}
+        gone = {rank: pid for rank, pid in self._rounds.pids().items() if is_gone(pid)}
         with _LOCK:
             self.progress()  # they may have done their part before they went
         for rank, pid in gone.items() if not work.is_completed() else ():
@@ -340,10 +340,8 @@ def _create(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) ->
     return SharedGroup(SharedRounds(segment, rank, num_ranks), timeout.total_seconds())
 
 
-def _is_gone(pid: int) -> bool:
-    """Whether a process has ended, though nobody may have waited for it yet; or a rank left."""
-    if pid == LEFT:
-        return True
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, though nobody may have waited for it yet."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rsplit(b")", 1)[1].split()[0] in (b"Z", b"X")
