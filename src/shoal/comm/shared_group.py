@@ -31,15 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.shared_memory import NotShared, SegmentHandle, SharedSegment
-from shoal.comm.shared_rounds import (
-    LEFT,
-    SUM,
-    Mailbox,
-    Operator,
-    SharedRounds,
-    Steps,
-    segment_bytes,
-)
+from shoal.comm.shared_rounds import SUM, Mailbox, Operator, SharedRounds, Steps, segment_bytes
 from shoal.logs import warn_once
 
 BACKEND = "shoal_shared"
@@ -118,7 +110,7 @@ class SharedGroup(dist.ProcessGroup):
         with _LOCK:
             self.progress()  # they may have done their part before they went
         for rank, pid in gone.items() if not work.is_completed() else ():
-            how = "has left it" if pid == LEFT else f"(process {pid}) is gone"
+            how = "has left it" if pid < 0 else f"(process {pid}) is gone"
             work.fail(f"rank {rank} of the group {how}")
 
     def who_is_late(self) -> str:
