@@ -11,13 +11,10 @@ step after a pause is the next one. The ceiling is the limit for silence, before
 given up. Needs root, for the namespaces.
 """
 
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -58,17 +55,6 @@ def torchrun_on(hosts: Sequence[Host], folder: Path) -> list[str]:
     return ["sh", "-c", "\n".join([*lines, "wait"])]
 
 
-def kill_host(host: Host) -> float:
-    """End all processes of a host, and when."""
-    words = ["ip", "netns", "pids", host.namespace]
-    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    at = time.monotonic()
-    for pid in map(int, found.split()):
-        with suppress(ProcessLookupError):  # it ended with another
-            os.kill(pid, signal.SIGKILL)
-    return at
-
-
 def recover(watched: Watched, hosts: Sequence[Host]) -> float:
     """Kill the last host; seconds to the next step of the others."""
 
@@ -80,7 +66,8 @@ def recover(watched: Watched, hosts: Sequence[Host]) -> float:
         return next((b for a, b in pairwise(times) if b - a > PAUSE_S), None)
 
     watched.wait_for("training was under way", settled)
-    killed = kill_host(hosts[-1])
+    killed = time.monotonic()
+    hosts[-1].signal(signal.SIGKILL)
     return watched.wait_for("the others had made a step", resumed) - killed
 
 

@@ -5,7 +5,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 log = logging.getLogger("shoal")
@@ -79,4 +79,12 @@ class PrintedLines(io.TextIOWrapper):
     def write(self, text: str) -> int:
         *lines, self._begun = (self._begun + text).split("\n")
         printed.extend(lines)
-        return super().write(text)
+        try:
+            return super().write(text)
+        except OSError as error:  # a full disk must not end a healthy run
+            warn_once(f"The log cannot be written: {error}. The run continues.", "log", True)
+            return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()

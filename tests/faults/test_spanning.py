@@ -23,7 +23,7 @@ from shoal.comm.wire import make_keys
 from shoal.faults import VARIABLE
 from shoal.testing.ranks import Pool
 from tests.support.faults import Trained, Training, check_ledger, check_same, events
-from tests.support.hosts import Host, Joining, NoNamespaces, join, overheard, two_hosts
+from tests.support.hosts import Host, Joining, NoNamespaces, join, overheard, several_hosts
 from tests.support.leaks import descendants, is_alive, wait_until
 
 NUM_STEPS = 60
@@ -41,10 +41,10 @@ def alone(undisturbed_under) -> Trained:
 def cable() -> Iterator[tuple[Host, Host]]:
     with ExitStack() as made:
         try:
-            hosts = made.enter_context(two_hosts())
+            first, second = made.enter_context(several_hosts(2))
         except NoNamespaces as why:
             pytest.skip(f"needs network namespaces: {why}")
-        yield hosts
+        yield first, second
 
 
 class Spanning(NamedTuple):

@@ -30,7 +30,7 @@ from shoal.testing.ranks import LIMIT_S, Command, Pool
 from shoal.training.lineage import audit_run, read_record
 from shoal.training.recipe import load_recipe
 from shoal.training.resume import newest
-from tests.support.hosts import run_in
+from tests.support.hosts import Host, run_in, write_ssh
 from tests.support.leaks import descendants, is_alive, wait_until
 
 
@@ -157,6 +157,50 @@ def start(
         directory=run_dir.parent,
     )
     return Training(command, run_dir)
+
+
+def start_on_hosts(
+    pool: Pool,
+    recipe: str,
+    run_dir: Path,
+    hosts: Sequence[Host],
+    *,
+    plan: str,
+    settings: Mapping[str, object] | None = None,
+    options: Sequence[str] = (),
+    slots: int = 1,
+    ahead_s: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> Training:
+    """The same on several hosts, of which one that is silent for two seconds is lost. The first is
+    the command's, the others are b, c and so on; their monotonic clocks may be ahead."""
+    names = dict(zip("bcdef", hosts[1:], strict=False))
+    ssh = write_ssh(run_dir.with_name("ssh"), names, ahead_s=ahead_s)
+    words = ["--on", f"hosts:localhost,{','.join(names)}", "--listen", hosts[0].address]
+    words += ["--trust-network", "--slots", str(slots), "--heartbeat-timeout", "2", *options]
+    return start(
+        pool,
+        recipe,
+        run_dir,
+        plan=plan,
+        settings=settings,
+        options=words,
+        namespace=hosts[0].namespace,
+        environment={"SHOAL_SSH": ssh, **(environment or {})},
+    )
+
+
+def pids_on(training: Training, host: Host) -> list[int]:
+    """The processes with a seat that are on a host, by its network."""
+    network = os.stat(f"/run/netns/{host.namespace}").st_ino
+    pids = [event["pid"] for event in events(training.run_dir, "seat")]
+    return [pid for pid in pids if os.stat(f"/proc/{pid}/ns/net").st_ino == network]
+
+
+def wait_for(training: Training, kind: str, count: int = 1) -> None:
+    """Until the run has told of so many of these events."""
+    came = wait_until(lambda: len(events(training.run_dir, kind)) >= count, LIMIT_S)
+    assert came, f"no {kind} came; it said: {_told(training.run_dir, '.err')}"
 
 
 def check_same(trained: Trained, undisturbed: Trained, every: int = 1) -> None:

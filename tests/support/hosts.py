@@ -1,4 +1,4 @@
-"""Two hosts on one machine, for tests: network namespaces with a cable (veth) between them.
+"""Hosts on one machine, for tests: network namespaces on a switch.
 
 Each has its own loopback, addresses and ports; files and process numbers are shared. What crosses
 the cable is counted by the kernel. Needs `ip` and the right to make namespaces, which is root's.
@@ -6,6 +6,7 @@ the cable is counted by the kernel. Needs `ip` and the right to make namespaces,
 
 import ctypes
 import os
+import runpy
 import socket
 import subprocess
 import threading
@@ -49,6 +50,20 @@ class Host(NamedTuple):
     def speak_to(self, other: "Host") -> None:
         _ip("-n", self.namespace, "route", "del", "blackhole", f"{other.address}/32")
 
+    def narrow(self, rate: str) -> None:
+        """Let no more than this through from now on, as in 400kbit."""
+        limit = ["tbf", "rate", rate, "burst", "4kb", "latency", "500ms"]
+        words = ["qdisc", "add", "dev", self.interface, "root", *limit]
+        subprocess.run(["tc", "-n", self.namespace, *words], capture_output=True, check=True)
+
+    def signal(self, number: int) -> None:
+        """To all processes on this host."""
+        words = ["ip", "netns", "pids", self.namespace]
+        found = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        for pid in map(int, found.split()):
+            with suppress(ProcessLookupError):  # it ended with another
+                os.kill(pid, number)
+
     def reset_connections(self) -> int:
         """Break every TCP connection of this host at once; how many there were."""
         enter = ["ip", "netns", "exec", self.namespace]
@@ -61,28 +76,6 @@ class Host(NamedTuple):
         words = ["ip", "-n", self.namespace, "-s", "-j", "link", "show", "dev", self.interface]
         (told,) = msgspec.json.decode(subprocess.run(words, capture_output=True, check=True).stdout)
         return int(told["stats64"]["tx"]["bytes"])
-
-
-@contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Raises NoNamespaces where they cannot be made."""
-    mark = os.urandom(3).hex()
-    hosts = [Host(f"shoal-{mark}-{i}", f"10.77.0.{i + 1}", f"sh{mark}{i}") for i in (0, 1)]
-    try:
-        for host in hosts:
-            _ip("netns", "add", host.namespace)
-        ends = [host.interface for host in hosts]
-        _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for host in hosts:
-            _ip("link", "set", host.interface, "netns", host.namespace)
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            for interface in ("lo", host.interface):
-                _ip("-n", host.namespace, "link", "set", interface, "up")
-        yield hosts[0], hosts[1]
-    finally:
-        for host in hosts:  # and with them the cable
-            if Path("/run/netns", host.namespace).exists():
-                _ip("netns", "delete", host.namespace)
 
 
 @contextmanager
@@ -202,6 +195,9 @@ def run_in(namespace: str, words: list[str]) -> int:
     """Run a command of Shoal on a host, or here; the process that calls this stays there."""
     if namespace:
         _enter(namespace)
+    for directory in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if (site := Path(directory, "sitecustomize.py")).is_file():  # as a fresh Python would
+            runpy.run_path(str(site))
     host_agent.ANSWER_S = PATIENCE_S
     return run_here(words)
 

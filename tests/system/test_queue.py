@@ -165,6 +165,7 @@ def test_a_job_from_its_submission_to_its_end(queue: Queue) -> None:
         (("stop", "local:x"), "There is no job local:x"),
         (("queue", "--on", "lokal"), "Did you mean 'local'?"),
         (("queue", "--limit", "core=1"), "has no limit 'core'"),
+        (("queue", "--limit", "cores=x"), "a limit is a whole number from 1 on"),
         (("submit", LINE, "--on", "lokal"), "Did you mean 'local'?"),
         (("submit", LINE, "--on", "local:here"), "takes no address"),
         (("submit", LINE, "--nodes", "2"), "of one machine"),
@@ -187,6 +188,8 @@ def test_what_would_be_submitted_is_printed_and_nothing_is_made(queue: Queue) ->
     assert "2 cores, priority 4, at most 90 s" in said.output
     assert f"{LINE} --plan data=2 --set pause=0.5 --keep last=1 --run-dir" in said.output
     assert "--resume" in said.output and not list(queue.path.iterdir())
+    said = queue.shoal("submit", LINE, *words, "--dry-run", "--json")
+    assert "2 cores" in said.result["would_submit"] and said.result["exit_code"] == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's directory")

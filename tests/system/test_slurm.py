@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from shoal.cluster.engine import JobRequest, JobState
-from shoal.cluster.on_slurm import SlurmEngine, has_ended
+from shoal.cluster.on_slurm import SlurmEngine
 from shoal.errors import UsageError
 from shoal.testing.engines import EngineConformance
 from tests.support.slurm import Slurm, start_slurm
@@ -97,7 +97,7 @@ def request(run_dir: Path, *words: str, nodes: int = 1, **changes: object) -> Jo
 def wait_for(engine: SlurmEngine, job: str, *states: str) -> JobState:
     deadline = time.monotonic() + LIMIT_S
     while (found := engine.state(job)).state not in states:
-        is_late = time.monotonic() > deadline or has_ended(found)
+        is_late = time.monotonic() > deadline or not found.is_active
         assert not is_late, "\n".join([str(found), *engine.output(job, follow=False)])
         time.sleep(0.2)
     return found
@@ -114,7 +114,7 @@ def wait_for_step(engine: SlurmEngine, job: str, run_dir: Path, step: int) -> No
     deadline = time.monotonic() + LIMIT_S
     while max(steps_of(run_dir), default=0) < step:
         said = list(engine.output(job, follow=False))[-30:]
-        assert time.monotonic() < deadline and not has_ended(engine.state(job)), said
+        assert time.monotonic() < deadline and engine.state(job).is_active, said
         time.sleep(0.1)
 
 

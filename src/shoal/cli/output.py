@@ -26,8 +26,9 @@ def in_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def print_json(value: Any, exit_code: int = 0) -> None:
-    """One JSON object with the exit code; numbers that are not finite become null."""
+def print_json(value: Any, exit_code: int | None = 0) -> None:
+    """One JSON object with the exit code, which of a job may not be known yet; numbers that are not
+    finite become null."""
     fields: dict[str, Any] = msgspec.to_builtins(value)
     click.echo(encode_json({**fields, "exit_code": exit_code}).decode())
 

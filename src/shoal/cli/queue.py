@@ -39,11 +39,11 @@ def queue(on: str, is_all: bool, limits: dict[str, str], as_json: bool) -> None:
 
     if limits:
         _set_limits(on, limits)
-    found = [job for job in make_engine(on).jobs() if is_all or job.state in ("queued", "running")]
+    found = [job for job in make_engine(on).jobs() if is_all or job.is_active]
     runs = [read_run(Path(job.run_dir)) if job.run_dir else RunStatus() for job in found]
     pairs = list(zip(found, runs, strict=True))
     if as_json:
-        print_json({"jobs": [fields_of(*pair) for pair in pairs], "exit_code": 0})
+        print_json({"jobs": [fields_of(*pair) for pair in pairs]})
         return
     rows = [
         (

@@ -27,7 +27,7 @@ def status(job: str | None, on: str, as_json: bool) -> None:
     Members, generation, step, loss and goodput are read from the run directory, which may be that
     of a plain `shoal train`; goodput is the share of the time since the run began that went into
     its steps. States: queued, running, stopped, done, failed. Exit codes: 0 shown, 2 there is no
-    such job.
+    such job. `exit_code` in the JSON object of a job is the job's own, or null.
     """
     from pathlib import Path
 
@@ -37,7 +37,7 @@ def status(job: str | None, on: str, as_json: bool) -> None:
     if job is not None:
         known, run = state_of(find_job(job))
         if as_json:
-            print_json(fields_of(known, run))
+            print_json(fields_of(known, run), known.exit_code)
         else:
             say(in_words(known, run))
         return
@@ -45,7 +45,7 @@ def status(job: str | None, on: str, as_json: bool) -> None:
     runs = [read_run(Path(one.run_dir)) if one.run_dir else RunStatus() for one in jobs]
     if as_json:
         rows = [fields_of(*pair) for pair in zip(jobs, runs, strict=True)]
-        print_json({"jobs": rows, "exit_code": 0})
+        print_json({"jobs": rows})
     else:
         say("\n\n".join(in_words(*pair) for pair in zip(jobs, runs, strict=True)) or "no jobs")
 

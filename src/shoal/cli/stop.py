@@ -38,6 +38,5 @@ def stop(job: str, now: bool, as_json: bool) -> None:
                 "state": state.state,
                 "checkpoint": run.checkpoint,
                 "run_dir": state.run_dir,
-                "exit_code": 0,
             }
         )

@@ -49,8 +49,8 @@ def _time(context: click.Context, parameter: click.Parameter, text: str | None) 
     default="local",
     show_default=True,
     metavar="ENGINE",
-    help="What queues and starts it: `local`, the queue of this machine; `slurm`; `kubernetes`. "
-    "Options of theirs follow a colon, as in slurm:partition=gpu,account=lab.",
+    help="What queues and starts it: `local`, the queue of this machine; `slurm`, `kubernetes`, "
+    "`ray`. Options of theirs follow a colon, as in slurm:partition=gpu,account=lab.",
 )
 @click.option(
     "--nodes",
@@ -106,13 +106,16 @@ def submit(
     how = SubmitOptions(**{name: given[name] for name in SubmitOptions.__struct_fields__})
     asked = (recipe, words_for_train(context), given["plan"], run_dir, how)
     if dry_run:
-        click.echo(describe_job(*asked))
+        text = describe_job(*asked)
+        if as_json:
+            print_json({"job": None, "run_dir": None, "state": None, "would_submit": text})
+        else:
+            click.echo(text)
         return
     state = submit_job(*asked)
     say(f"shoal: {state.job} is {state.state}, in {state.run_dir}", is_error=True)
     if as_json:
-        found = {"job": state.job, "run_dir": state.run_dir, "state": state.state, "exit_code": 0}
-        print_json(found)
+        print_json({"job": state.job, "run_dir": state.run_dir, "state": state.state})
     else:
         click.echo(state.job)
 

@@ -145,7 +145,7 @@ def train(
 
     asked = launch.Options(**given)
     display = Display(max(LEVELS[asked.log_level], LEVELS["warning"] if quiet else 0))
-    if (world := launched_world()) is not None and not asked.spans_hosts:
+    if (world := launched_world()) is not None:
         from shoal.launch.rank import train_as_rank
 
         code = train_as_rank(

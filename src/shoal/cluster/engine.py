@@ -39,6 +39,11 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None  # once it has ended
     reason: str = ""  # why it waits, or why it failed
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in ("queued", "running")
+
 
 class Engine(Protocol):
     """Queues runs and starts them. A job is named by the id that `submit` returned; each method

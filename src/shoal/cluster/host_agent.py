@@ -56,6 +56,7 @@ from shoal.comm.endpoint import address_towards, hold_keys, host_environment
 from shoal.comm.wire import BadFrame, Context, decode
 from shoal.comm.wire import connect as connect_to
 from shoal.errors import ShoalError, UsageError
+from shoal.system.awake_clock import AwakeClock
 from shoal.system.fork_server import SignalWorker, SpawnWorker, WorkerMain
 from shoal.world import cores
 
@@ -160,7 +161,8 @@ class AgentSession:
         self._invitation, self._address, self._scratch = invitation, address, scratch
         self._tell, self._timeout_s = tell, patience_s
         self.rejoin_s = 0.0  # once it was accepted
-        self._channel = HostChannel(time.monotonic())
+        self._clock = AwakeClock()
+        self._channel = HostChannel(self._clock())
         self._context: Context | None = None
         self._line: zmq.Socket[bytes] | None = None
         self._members: HostMembers | None = None  # once it has prepared
@@ -211,8 +213,14 @@ class AgentSession:
         self._send(JoinRequest(name, self._address, cores(), own_versions()))
         while self._wanted is None:
             self._turn(POLL_S)
-        self._here = self._settle(self._wanted)
-        (self._scratch / _RUN).write_bytes(msgspec.msgpack.encode(self._here))
+        try:
+            self._here = self._settle(self._wanted)
+            (self._scratch / _RUN).write_bytes(msgspec.msgpack.encode(self._here))
+        except OSError as error:
+            raise UsageError(
+                f"This host cannot write to {self._scratch}, where it keeps the files of the run: "
+                f"{error.strerror}. Make room there, or let TMPDIR name another directory."
+            ) from error
         os.write(told, b"1")
 
     def _settle(self, run: PrepareHost) -> HostRun:
@@ -262,7 +270,7 @@ class AgentSession:
         for source in (self._line, *(() if members is None else members.poll_sources)):
             poller.register(source, zmq.POLLIN)
         poller.poll(int(1000 * timeout_s))
-        now = time.monotonic()
+        now = self._clock()
         while self._line.poll(0):
             with suppress(BadFrame):
                 packet = decode(self._line.recv_multipart()[-1], PACKET)
@@ -345,12 +353,12 @@ class AgentSession:
             if self._line.poll(20):
                 with suppress(BadFrame):
                     packet = decode(self._line.recv_multipart()[-1], PACKET)
-                    self._channel.receive(packet, time.monotonic())
-            for packet in self._channel.due(time.monotonic()):
+                    self._channel.receive(packet, self._clock())
+            for packet in self._channel.due(self._clock()):
                 self._send_packet(encode(packet))
 
     def _send(self, message: FromHost) -> None:
-        self._send_packet(encode(self._channel.wrap(encode(message), time.monotonic())))
+        self._send_packet(encode(self._channel.wrap(encode(message), self._clock())))
 
     def _send_packet(self, content: bytes) -> None:
         assert self._line is not None

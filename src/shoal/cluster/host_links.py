@@ -45,6 +45,7 @@ from shoal.cluster.host_channel import (
 )
 from shoal.comm.endpoint import Endpoint
 from shoal.comm.wire import BadFrame, Context, Socket, decode, listen
+from shoal.system.awake_clock import AwakeClock
 from shoal.system.fork_server import HostJoined, HostLost, Report, WorkerExited, WorkerStarted
 
 GRACE_S = 2.0  # for hosts to end their members, and to receive `RunEnded`
@@ -102,6 +103,7 @@ class HostLinks:
         self.run_ended = RunEnded(1, "")
         self.has_begun = self.is_closing = False
         self._reach, self._rules, self._logs = reach, rules, logs
+        self._clock = AwakeClock()
         self._preparation: Preparation | None = None
         self._next = 1  # the number of the next host
         self._context: Context | None = None
@@ -147,7 +149,7 @@ class HostLinks:
         for source in (self._router, *others):
             poller.register(source, zmq.POLLIN)
         poller.poll(int(1000 * timeout_s))
-        now = time.monotonic()
+        now = self._clock()
         while self._router.poll(0):
             socket, *frames = self._router.recv_multipart()
             with suppress(BadFrame):  # not a packet of a host
@@ -190,7 +192,7 @@ class HostLinks:
         if self._router is None:
             return
         self.end_members()
-        now = time.monotonic()
+        now = self._clock()
         there = [host for host in self.hosts.values() if host.channel.silent_s(now) < 1]
         for host in there:
             self.send(host, self.run_ended)
@@ -278,7 +280,7 @@ class HostLinks:
         del self.hosts[host.socket]
 
     def send(self, host: RemoteHost, message: ToHost) -> None:
-        self._send_packet(host, host.channel.wrap(encode(message), time.monotonic()))
+        self._send_packet(host, host.channel.wrap(encode(message), self._clock()))
 
     def _send_packet(self, host: RemoteHost, packet: Packet) -> None:
         assert self._router is not None

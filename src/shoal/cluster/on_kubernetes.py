@@ -228,8 +228,10 @@ def kubectl(*words: str, given: str = "") -> str:
         raise UsageError(f"kubectl had no answer within {ANSWER_S:g} s.") from None
     if done.returncode:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        why = lines[-1].removeprefix("error: ").rstrip(".") if lines else "it said nothing"
-        raise UsageError(f"kubectl {words[0]} failed: {why}.")
+        why = lines[-1].removeprefix("error: ").rstrip(".?") if lines else "it said nothing"
+        raise UsageError(
+            f"kubectl {words[0]} failed: {why}. `kubectl cluster-info` says which cluster it asks."
+        )
     return done.stdout
 
 

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from shoal.cluster.agent_starter import AGENT_COMMAND
 from shoal.cluster.engine import JobRequest, JobState
+from shoal.cluster.log_tail import follow_file
 from shoal.cluster.slurm_batch import (
     BATCH_FILE,
     COLUMNS,
@@ -37,11 +38,9 @@ from shoal.errors import UsageError
 from shoal.storage.files import write_atomic
 
 ANSWER_S = 90.0  # for a command of Slurm; one that cannot reach slurmctld tries again meanwhile
-FOLLOW_S = 0.5  # between two looks at a log that grows
 STATE_S = 3.0  # between two questions about a job whose log is followed
 LEAVE_S = 5.0  # for agents to end by themselves, once the run has ended
 TAIL_BYTES = 2000
-CHUNK_BYTES = 1 << 20
 SACCT = ("State", "ExitCode", "JobName", "SubmitLine")
 # What srun, started inside a step, would take over from that step.
 OF_THE_STEP = ("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_DISTRIBUTION", "SLURM_GPUS_PER_TASK")
@@ -60,7 +59,7 @@ class SlurmEngine:
         text = self.describe(request)
         run_dir = Path(request.run_dir)
         for known in self.jobs():
-            if known.run_dir == request.run_dir and not has_ended(known):
+            if known.run_dir == request.run_dir and known.is_active:
                 raise UsageError(
                     f"{request.run_dir} belongs to {known.job}, which is {known.state}. Stop that "
                     "job, or give another --run-dir."
@@ -100,12 +99,12 @@ class SlurmEngine:
     def jobs(self) -> list[JobState]:
         rows = _rows("--sort=-p,i")
         ours = [job_state(row) for row in rows if os.path.basename(row["Command"]) == BATCH_FILE]
-        return sorted(ours, key=lambda job: (has_ended(job), job.state == "queued"))
+        return sorted(ours, key=lambda job: (not job.is_active, job.state == "queued"))
 
     def stop(self, job: str, *, now: bool) -> None:
         found = self.state(job)
         number = job_number(job)
-        if has_ended(found):
+        if not found.is_active:
             return
         # Without its right to be requeued, a job that saves and exits is not begun again.
         ask("scontrol", "update", f"jobid={number}", "requeue=0")
@@ -117,7 +116,7 @@ class SlurmEngine:
     def output(self, job: str, *, follow: bool) -> Iterator[str]:
         found = self.state(job)
         path = Path(found.run_dir) / OUTPUT_FILE
-        return _lines(path, lambda: not follow or has_ended(self.state(job)))
+        return follow_file(path, lambda: not (follow and self.state(job).is_active), STATE_S)
 
     def _release(self, number: str, priority: int) -> None:
         """Let a job go that was held until it is known whether Slurm honours its priority."""
@@ -261,7 +260,10 @@ def ask(command: str, *words: str) -> str:
     if done.returncode:
         why = error_of(done.stderr or done.stdout)
         kind = _UnknownJob if "Invalid job id" in why else UsageError
-        raise kind(f"{command} failed: {why or f'it ended with exit code {done.returncode}'}.")
+        raise kind(
+            f"{command} failed: {why or f'it ended with exit code {done.returncode}'}. `scontrol "
+            "ping` says whether Slurm's controller can be reached from here."
+        )
     return done.stdout
 
 
@@ -270,10 +272,6 @@ def error_of(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
     return re.sub(r"^(\w+: )?((error|fatal): )?", "", last).rstrip(".")
-
-
-def has_ended(job: JobState) -> bool:
-    return job.state not in ("queued", "running")
 
 
 def job_number(job: str) -> str:
@@ -316,26 +314,3 @@ def _from_accounting(number: str) -> JobState:
         f"Slurm knows no job {number} of yours. It forgets a job some minutes after its end unless "
         "it has accounting; `shoal status RUN_DIR` reads what the run itself has written."
     )
-
-
-def _lines(path: Path, has_ended: Callable[[], bool]) -> Iterator[str]:
-    """The lines of a file that may grow or not be there yet, until what writes it has ended."""
-    asked_at, is_over, rest, position = -STATE_S, False, b"", 0
-    while True:
-        content = b""
-        with suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(position)
-            content = file.read(CHUNK_BYTES)
-        position += len(content)
-        *whole, rest = (rest + content).split(b"\n")
-        yield from (line.decode(errors="replace") for line in whole)
-        if content:
-            continue
-        if is_over:
-            break
-        if (now := time.monotonic()) - asked_at >= STATE_S:
-            asked_at, is_over = now, has_ended()
-        else:
-            time.sleep(FOLLOW_S)
-    if rest:
-        yield rest.decode(errors="replace")

@@ -15,6 +15,7 @@ import secrets
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,9 +25,11 @@ import psutil
 
 from shoal.cluster.engine import JobRequest, JobState, State
 from shoal.cluster.on_ray import RayPlace, parse_place
+from shoal.cluster.ray_process import probe
 from shoal.errors import RUN_AGAIN, UsageError, require
 from shoal.formatting import in_units
 
+CONNECT_S = 10.0
 STOP_S = 600  # for a job to save and end
 MOST_BYTES = 100 << 20  # of the working directory
 EXCLUDED = ("runs", ".git", ".venv", "venv", "__pycache__", ".mypy_cache", ".pytest_cache")
@@ -110,11 +113,13 @@ class RayEngine:
     @property
     def _client(self) -> Any:
         if self._connection is None:
+            probe(self._place.address, CONNECT_S)
             os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # or it prints
-            logging.getLogger("ray").setLevel(logging.ERROR)
             jobs = require("ray.job_submission", extra="ray")
-            logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.ERROR)
-            with _without_address(self._place.address != "auto"):
+            for name in ("ray", "ray.dashboard.modules.dashboard_sdk"):
+                logging.getLogger(name).setLevel(logging.ERROR)
+            with _without_address(self._place.address != "auto"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 self._connection = jobs.JobSubmissionClient(self._place.address)
         return self._connection
 
@@ -217,9 +222,9 @@ def _as_usage_error(place: RayPlace) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-        first = str(error).strip().splitlines()[:1]
+        why = "".join(str(error).strip().splitlines()[:1])[:400].rstrip(".")
         raise UsageError(
-            f"{place.name} cannot be asked: {''.join(first)[:400]} Its dashboard must run "
+            f"{place.name} cannot be asked: {why}. Its dashboard must run "
             "(`ray start --head` starts it), and --on ray:HOST:PORT or RAY_ADDRESS names it."
         ) from error
 

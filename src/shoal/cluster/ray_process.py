@@ -123,7 +123,7 @@ def _read_orders(orders: "queue.Queue[ToRay | None]") -> None:
 def _connect(order: ConnectToRay) -> ConnectedToRay:
     import ray
 
-    _probe(order.address, min(10.0, order.connect_timeout_s))
+    probe(order.address, min(10.0, order.connect_timeout_s))
     _forget_working_directory()
     ray.init(
         address=order.address, log_to_driver=False, logging_level="ERROR", configure_logging=False
@@ -134,10 +134,10 @@ def _connect(order: ConnectToRay) -> ConnectedToRay:
     return ConnectedToRay(own, head.removeprefix("ray://"), _nodes())
 
 
-def _probe(address: str, timeout_s: float) -> None:
+def probe(address: str, timeout_s: float) -> None:
     """Find out soon whether something listens there, since Ray tries for minutes."""
     name = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    host, _, port = name.removeprefix("ray://").rpartition(":")
+    host, _, port = name.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()

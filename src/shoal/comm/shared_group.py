@@ -134,9 +134,12 @@ class SharedGroup(dist.ProcessGroup):
             _BUSY.discard(self)
 
     def look_for_peers(self, work: SharedWork) -> None:
-        for rank, pid in self._rounds.pids().items():
-            if is_gone(pid):
-                work.fail(f"rank {rank} of the group (process {pid}) is gone")
+        gone = {rank: pid for rank, pid in self._rounds.pids().items() if is_gone(pid)}
+        with _LOCK:
+            self.progress()  # they may have done their part before they went
+        for rank, pid in gone.items() if not work.is_completed() else ():
+            how = "has left it" if pid < 0 else f"(process {pid}) is gone"
+            work.fail(f"rank {rank} of the group {how}")
 
     @property
     def is_of_one_host(self) -> bool:
@@ -267,6 +270,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         _BUSY.discard(self)
+        self._rounds.leave()
 
     abort = shutdown
 

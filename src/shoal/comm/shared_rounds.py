@@ -36,6 +36,7 @@ _WORD = 8  # bytes
 _ROW_WORDS = 16  # of one rank: no two ranks write into one line of a cache, nor a pair of them
 _HANDLE_BYTES = 256
 _PUT, _READ, _PID = 0, 1, 2  # columns of a rank's row
+LEFT = -1  # in the place of a process
 _VERSION, _LETTER_BYTES = 2, 3  # and, beside the first two, of a mailbox's
 
 # An operation: it yields None where it would have to wait, or the lane that it goes on in.
@@ -64,8 +65,12 @@ class SharedRounds:
         self._round = self._num_put = 0  # rounds that are over, and that this rank has put into
         self._words[rank * _ROW_WORDS + _PID] = os.getpid()
 
+    def leave(self) -> None:
+        """Let the others know that nothing more comes from here, whatever its process does."""
+        self._words[self.rank * _ROW_WORDS + _PID] = LEFT
+
     def pids(self) -> dict[int, int]:
-        """The processes of the ranks that have come so far, by rank."""
+        """The processes of the ranks that have come so far, by rank; LEFT of those that left."""
         found = {r: self._words[r * _ROW_WORDS + _PID] for r in range(self.num_ranks)}
         return {rank: pid for rank, pid in found.items() if pid}
 

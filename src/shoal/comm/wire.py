@@ -22,6 +22,7 @@ import socket as sockets
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -316,11 +317,25 @@ def _bind_here(socket: Socket, directory: str) -> str:
     return f"ipc://{path}"
 
 
+class ClientSocket(zmq.Socket[bytes]):
+    """ZeroMQ connects again by itself, but not where a message came in that was damaged on its way:
+    it gives that connection up, and nothing can be sent any more. Then this one connects anew."""
+
+    def send(self, *given: Any, **named: Any) -> Any:
+        events: Any = self.getsockopt(zmq.EVENTS)
+        if not events & zmq.POLLOUT:
+            target: Any = self.getsockopt(zmq.LAST_ENDPOINT)
+            with suppress(zmq.ZMQError):  # it is not there any more
+                self.disconnect(target)
+            self.connect(target)
+        return super().send(*given, **named)
+
+
 def connect(context: Context, address: str, identity: bytes, keys: Keys | None) -> Socket:
     """A DEALER to a listening socket. It connects when it can, and again whenever it must."""
     assert 0 < len(identity) < 256 and identity[0], "ZeroMQ's rule for identities"
     target = _target(address, keys)
-    socket = context.socket(zmq.DEALER)
+    socket = context.socket(zmq.DEALER, socket_class=ClientSocket)
     try:
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.LINGER, 0)

@@ -1,6 +1,5 @@
 """Requests to resize a run, from the client's request to the reply. Read next: `control.py`."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,19 @@ class ResizeRequests:
         self._client: ControlClient | None = None
         self._num_bytes, self._generation = 0, -1
 
-    def poll(self, members: Membership, is_stopping: bool) -> list[Action]:
+    def poll(self, members: Membership, is_stopping: bool, now: float) -> list[Action]:
         """Start what clients have requested, or refuse it."""
         actions: list[Action] = []
         for client, request in [] if self.control is None else self.control.requests():
             try:
-                actions += self._start(request, members, is_stopping)
+                actions += self._start(request, members, is_stopping, now)
                 self._client = client
             except UsageError as wrong:
                 client.refuse(str(wrong))
         return actions
 
     def _start(
-        self, request: ControlRequest, members: Membership, is_stopping: bool
+        self, request: ControlRequest, members: Membership, is_stopping: bool, now: float
     ) -> list[Action]:
         if is_stopping or members.over:
             raise UsageError("The run is about to end. Go on with --resume and another --plan.")
@@ -78,7 +77,7 @@ class ResizeRequests:
                 f"{plural(members.num_slots, 'rank')}. Let another host join, or ask for less."
             )
         self._num_bytes, self._generation = 0, -1
-        return members.resize(size, time.monotonic(), self._needs_repartition(size))
+        return members.resize(size, now, self._needs_repartition(size))
 
     def _needs_repartition(self, size: RunSize) -> bool:
         """Whether the servers must restart from a new partition of their state."""
@@ -92,10 +91,10 @@ class ResizeRequests:
         if generation == self._generation:
             self._num_bytes += num_bytes
 
-    def finish(self, action: Resized) -> dict[str, Any]:
+    def finish(self, action: Resized, now: float) -> dict[str, Any]:
         """Reply to the client; returns the fields of the event `resize_plan`."""
         before, self.plan = self.plan, with_size(self.plan, action.after)
-        ms = (time.monotonic() - action.paused_at) * 1000
+        ms = (now - action.paused_at) * 1000
         change = SizeChange(
             step=action.step,
             plan=str(self.plan),

@@ -78,6 +78,7 @@ from shoal.events.events import (
 )
 from shoal.events.sinks import JsonLinesSink
 from shoal.logs import warn_once
+from shoal.system.awake_clock import AwakeClock
 from shoal.system.fork_server import (
     ForkServerReady,
     HostJoined,
@@ -145,7 +146,7 @@ class Supervisor:
         self._beats: dict[int, Heartbeat] = {}  # the last one of each member
         self._resizes = resizes
         self._forming = FormingMonitor(members.options.form_timeout_s)
-        self._progress, self._last_turn_at = ProgressMonitor(stop_timeout_s), time.monotonic()
+        self._progress, self._clock = ProgressMonitor(stop_timeout_s), AwakeClock()
 
     def run(self) -> SupervisorResult:
         """Supervise until the run is over. No process is left running afterwards."""
@@ -158,19 +159,17 @@ class Supervisor:
         if self._resizes is not None and self._resizes.control is not None:
             poller.register(self._resizes.control.fileno(), zmq.POLLIN)
         try:
-            self._execute(self.members.start(time.monotonic()))
+            self._execute(self.members.start(self._clock()))
             while not self._over:
                 poller.poll(POLL_MS)
-                self._last_turn_at = time.monotonic()
                 self._read_reports()
                 self._read_messages()
-                self._execute(self.members.tick(time.monotonic()))
+                self._execute(self.members.tick(self._clock()))
                 self._report_late()
                 self._report_standstill()
                 if self._resizes is not None:
-                    self._execute(
-                        self._resizes.poll(self.members, bool(self._signals or self._stop_signal))
-                    )
+                    stops = bool(self._signals or self._stop_signal)
+                    self._execute(self._resizes.poll(self.members, stops, self._clock()))
                 self._forward_stop()
                 self._on_event(TickEvent())
             self._release_members()
@@ -185,13 +184,13 @@ class Supervisor:
 
     def _report_late(self) -> None:
         seated = self.members.generation, self.members.seats, self.members.formed
-        if not self._over and (late := self._forming.late(*seated, time.monotonic())):
+        if not self._over and (late := self._forming.late(*seated, self._clock())):
             text = describe_late(self.members.size, late, self.members.options.form_timeout_s)
             self._record(WarningEvent(text=text))
 
     def _report_standstill(self) -> None:
         """Report that no rank makes progress; they may wait for each other."""
-        now, members = time.monotonic(), self.members
+        now, members = self._clock(), self.members
         works = bool(members.formed) and not members.options.scripts  # a script may pause at will
         if self._over or not works:
             return
@@ -212,7 +211,7 @@ class Supervisor:
 
     def _on_alarm(self, number: int, frame: object) -> None:
         """End a loop that is stuck after a stop signal, on a screen that blocks for example."""
-        if time.monotonic() - self._last_turn_at > STUCK_S:
+        if self._clock.unseen_s > STUCK_S:
             raise Ended(128 + self._signals[0])
 
     def _forward_stop(self) -> None:
@@ -234,7 +233,7 @@ class Supervisor:
             if self.members.is_waiting:
                 self._give_up("it was interrupted while it waited for another host", RUN_AGAIN)
             self._broadcast(self.members.seats, StopAfterStep())
-            self._end_if_hung(time.monotonic())
+            self._end_if_hung(self._clock())
 
     def _end_if_hung(self, now: float) -> None:
         """Give up a clean stop in which no member makes progress any more."""
@@ -269,15 +268,15 @@ class Supervisor:
                                 step=self.members.step,
                             )
                         )
-                    now = time.monotonic()
+                    now = self._clock()
                     self._read_messages()  # what it sent before it ended
                     self._execute(self.members.exited(report.number, report.status, now))
                 case HostLost():
                     self._read_messages()  # what its members sent before
-                    now = time.monotonic()
+                    now = self._clock()
                     self._execute(self.members.host_lost(report.host, report.how, now))
                 case HostJoined():
-                    now = time.monotonic()
+                    now = self._clock()
                     self._execute(self.members.host_joined(report.host, report.num_slots, now))
                 case ForkServerReady() | PreparationFailed():
                     raise AssertionError("the fork server prepares once")
@@ -307,7 +306,7 @@ class Supervisor:
         return int(number) if int(number) in self._logs else None
 
     def _handle(self, member: int, message: messages.MemberMessage) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self.members.heard(member, now, getattr(message, "step", -1))
         match message:
             case Ready():
@@ -364,14 +363,14 @@ class Supervisor:
             event = msgspec.structs.replace(event, host=host, time=now)
             self._broadcast(self.members.seats[: self.members.size.num_ranks], HostUse(event))
         elif isinstance(event, BusyEvent | WaitingEvent):
-            self._progress.explained(time.monotonic())
+            self._progress.explained(self._clock())
         elif not isinstance(event, WarningEvent):
-            self._progress.done(time.monotonic())
+            self._progress.done(self._clock())
         self._record(event)
         if isinstance(event, BusyEvent):
             self._record(*hangs_of(self.members, self._beats))
         if isinstance(event, SavedEvent):
-            self._execute(self.members.saved(time.monotonic()))
+            self._execute(self.members.saved(self._clock()))
 
     def _handle_failure(self, member: int, message: Failed) -> None:
         if self._over or self._has_failed:
@@ -387,7 +386,7 @@ class Supervisor:
         # A new member has made no step, and a server makes none.
         step = message.step or self.members.step
         where = "" if step < 0 else f" at step {step + 1}"
-        cause, now = f"{who} failed{where}: {message.message}", time.monotonic()
+        cause, now = f"{who} failed{where}: {message.message}", self._clock()
         self._execute(self.members.failed(member, cause, message.exit_code, now))
 
     def _execute(self, wanted: list[actions.Action]) -> None:
@@ -439,7 +438,7 @@ class Supervisor:
                 self._broadcast(self.members.seats[num_ranks:], request)
             case actions.Resized():
                 self._broadcast(action.leavers, Release())
-                change = self._resizes.finish(action)
+                change = self._resizes.finish(action, self._clock())
                 self.outcome.plan = change["plan"]
                 self._record(ResizedEvent(generation=self.members.generation, **change))
             case actions.NotResized():
@@ -497,7 +496,7 @@ class Supervisor:
     def _report_formed(self, group: actions.AllFormed) -> None:
         self._has_failed, self.outcome.trace = False, ""
         if group.lost_at is not None:
-            ms = round((time.monotonic() - group.lost_at) * 1000, 1)
+            ms = round((self._clock() - group.lost_at) * 1000, 1)
             self.outcome.num_recoveries += max(1, len(group.replaced))
             self.outcome.num_steps_again += max(0, group.num_steps_again)
             for seat, cause in group.replaced or ((None, "the group broke"),):

@@ -8,13 +8,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.cluster.log_tail import LOOK_S, LogTail
 from shoal.errors import UsageError
 from shoal.launch.engines import Job, state_of
 from shoal.launch.jobs import OUTPUT
 from shoal.launch.run_status import log_of, read_run
-
-LOOK_S = 0.2
-ACTIVE = ("queued", "running")
 
 
 def lines_of(job: Job, *, rank: int | None, follow: bool) -> Iterator[str]:
@@ -26,12 +24,12 @@ def lines_of(job: Job, *, rank: int | None, follow: bool) -> Iterator[str]:
         return
     if rank is None and job.engine is None:
         rank = 0
-    tails: dict[Path, _LogTail] = {}
+    tails: dict[Path, LogTail] = {}
     while True:
-        is_over = not follow or state_of(job)[0].state not in ACTIVE
+        is_over = not follow or not state_of(job)[0].is_active
         path = _path(job.run_dir, rank)
         if path is not None:
-            tails.setdefault(path, _LogTail(path))
+            tails.setdefault(path, LogTail(path))
         for tail in tails.values():
             yield from tail.more(is_over=is_over)
         if is_over:
@@ -54,23 +52,3 @@ def _path(run_dir: Path, rank: int | None) -> Path | None:
 def _no_log(job: Job, rank: int | None) -> UsageError:
     which = "The command" if rank is None else f"Rank {rank}"
     return UsageError(f"{which} of {job.name} has no log yet. `shoal status {job.name}` says more.")
-
-
-class _LogTail:
-    """The lines that were added to a file since the last time."""
-
-    def __init__(self, path: Path):
-        self._path, self._read = path, 0
-
-    def more(self, *, is_over: bool) -> Iterator[str]:
-        """Whole lines; the last one may have no end if nothing follows."""
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self._read)
-                for line in file:
-                    if not line.endswith(b"\n") and not is_over:
-                        return
-                    self._read += len(line)
-                    yield line.decode("utf-8", "replace").rstrip("\r\n")
-        except FileNotFoundError:
-            return

@@ -31,12 +31,12 @@ from shoal.comm.launcher_store import MeetingPlace, launcher_store, meeting_plac
 from shoal.elastic.messages import Failed
 from shoal.elastic.supervisor import SupervisorResult
 from shoal.elastic.worker import PreparedTraining, describe_failure, set_rank_threads
-from shoal.errors import RUN_AGAIN, FormError, GroupLost, PlanError, ShoalError, UsageError
+from shoal.errors import RUN_AGAIN, GroupLost, PlanError, ShoalError, UsageError
 from shoal.events.events import GaveUpEvent, OnEvent, WarningEvent
 from shoal.formatting import name_ranks
 from shoal.launch.outcome import Outcome, leave_records, outcome_of, prediction_event
 from shoal.launch.prepare import prepare_run
-from shoal.launch.rank_peers import RankPeers, RanksGone
+from shoal.launch.rank_peers import ENDING_S, FAILING_S, RankPeers, RanksGone
 from shoal.launch.rank_seat import RankRecord, RankSeat
 from shoal.launch.train import Options, describe_run, files_of, opened_run
 from shoal.storage.object_store import local_path
@@ -48,8 +48,6 @@ from shoal.world import World
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-ENDING_S = 60.0  # for ranks to say how they ended, once this one has
-FAILING_S = 2.0  # the same, once one of them has failed
 _NOT_COMPARED = ("begun", "form_timeout_s")
 
 
@@ -108,12 +106,17 @@ def train_as_rank(
             _refuse_clear_text(is_one_host, world, options)
             rank = _Rank(peers, store, watch)
             if world.rank:
-                return rank.follow(recipe)
-            return rank.lead(recipe, options, run_dir, prepared, show)
+                code = rank.follow(recipe)
+            else:
+                code = rank.lead(recipe, options, run_dir, prepared, show)
+            peers.end_together(code)
+            return code
         except RanksGone as gone:
             return _tell_gone(peers, gone)
-        except (FormError, UsageError) as error:
-            if world.rank and peers.told_by("card", [0]):
+        except ShoalError as error:
+            is_said = world.rank > 0 and peers.first_came()  # all have found it, and rank 0 says it
+            peers.end_together(error.exit_code)
+            if is_said:
                 return error.exit_code
             raise
 
@@ -177,7 +180,8 @@ class _Rank:
     ) -> int:
         """As rank 0."""
         with ExitStack() as held:
-            options = msgspec.structs.replace(options, ranks=self._world.num_ranks)
+            ranks = self._world.num_ranks
+            options = msgspec.structs.replace(options, ranks=ranks, trust_network=False)  # heeded
             try:
                 recipe, options, directory = held.enter_context(
                     opened_run(recipe, options, run_dir)
@@ -206,7 +210,6 @@ class _Rank:
             outcome = _outcome(result, recipe, facts, record, directory, options)
             code = show(outcome)
         self._tell("code", code)
-        self._peers.await_others("read", FAILING_S if code else ENDING_S)
         return code
 
     def follow(self, recipe: Recipe) -> int:
@@ -215,15 +218,10 @@ class _Rank:
         if job.exit_code:
             return job.exit_code
         recipe = replace(recipe, settings=job.settings)
-        try:
-            _, training = self._prepare(recipe, job)
-        except NotLoaded as error:
-            return error.exit_code
+        _, training = self._prepare(recipe, job)
         self._peers.await_one("began", 0)
         self._train(training, job, None)
-        code: int = msgspec.msgpack.decode(self._peers.await_one("code", 0), type=int)
-        self._tell("read", True)
-        return code
+        return msgspec.msgpack.decode(self._peers.await_one("code", 0), type=int)
 
     def _tell(self, what: str, value: Any) -> None:
         self._peers.tell(what, msgspec.msgpack.encode(value))

@@ -24,6 +24,8 @@ from shoal.system.processes import readable
 from shoal.world import World
 
 POLL_S = 0.02
+ENDING_S = 60.0  # for ranks to say how they ended, once this one has
+FAILING_S = 2.0  # the same, once one of them has failed
 
 
 class RanksGone(ShoalError):
@@ -134,10 +136,23 @@ class RankPeers:
             )
         return found
 
-    def await_others(self, what: str, timeout_s: float) -> None:
-        """Wait until the other ranks have told something, or have ended."""
+    def first_came(self) -> bool:
+        """Whether rank 0 is there, or was."""
+        try:
+            return bool(self.told_by("card", [0]))
+        except RanksGone:
+            return True
+
+    def end_together(self, code: int) -> None:
+        """Let rank 0, which holds the store, stay until the others have read all; and these until
+        it has ended, if all fail: a launcher ends the rest with the first, and rank 0 says why."""
         with suppress(RanksGone):
-            self._await(what, self.others, timeout_s)
+            if self.world.rank == 0:
+                self._await("read", self.others, FAILING_S if code else ENDING_S)
+                return
+            self.tell("read", b"")
+            if code:
+                self._await("end", [0], FAILING_S)
 
     def told_by(self, what: str, ranks: Collection[int]) -> dict[int, bytes]:
         """What those of some ranks told that have told it."""

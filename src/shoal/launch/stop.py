@@ -17,19 +17,18 @@ from shoal.storage.run_dir import RunOwner, owner_of
 
 LOOK_S = 0.2
 AGAIN_S, KILL_S = 0.5, 5.0  # after the first signal, if a run is to end at once
-ACTIVE = ("queued", "running")
 
 
 def stop_job(job: Job, *, now: bool) -> tuple[JobState, RunStatus]:
     """Ask it to end, and wait until it has; how it stands then."""
-    if state_of(job)[0].state in ACTIVE:
+    if state_of(job)[0].is_active:
         if job.engine is not None and job.record is not None:
             job.engine.stop(job.record.id, now=now)
         elif job.run_dir is not None and (owner := owner_of(job.run_dir)) is not None:
             _signal(job.run_dir, owner, now=now)
     while True:
         state, run = state_of(job)
-        if state.state not in ACTIVE or (job.engine is None and run.owner is None):
+        if not state.is_active or (job.engine is None and run.owner is None):
             return state, run
         time.sleep(LOOK_S)
 

@@ -221,7 +221,7 @@ def _queue(problems: list[str]) -> list[QueueRow]:
             job=job.job, state=job.state, name=job.name, run_dir=job.run_dir, reason=job.reason
         )
         for job in jobs
-        if job.state in ("queued", "running")
+        if job.is_active
     ]
 
 

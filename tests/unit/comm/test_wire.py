@@ -7,8 +7,9 @@ import socket as network
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
@@ -410,6 +411,60 @@ def _binds(socket: wire.Socket, address: str) -> bool:
     except zmq.ZMQError:
         return False
     return True
+
+
+def test_what_is_damaged_on_its_way_is_refused_and_comes_over_another_connection(
+    context: wire.Context, keys: Keys
+) -> None:
+    server, address = listen(context, "127.0.0.1", keys, MOST)
+    with network.create_server(("127.0.0.1", 0)) as listener:
+        damages = threading.Event()
+        relay = threading.Thread(target=pass_on, args=(listener, address, damages), daemon=True)
+        relay.start()
+        client = connect(context, f"tcp://127.0.0.1:{listener.getsockname()[1]}", b"w1", keys)
+        exchange(server, client)
+        damages.set()
+        server.send_multipart([b"w1", bytes(300)])
+
+        def answered() -> bool:
+            client.send(b"?", zmq.NOBLOCK)
+            while server.poll(100):
+                identity, _ = server.recv_multipart()
+                with suppress(zmq.ZMQError):  # that connection is gone
+                    server.send_multipart([identity, b"!"])
+            return bool(client.poll(100))
+
+        assert wait_until(answered, 20)
+        assert client.recv() == b"!", "what was damaged came through"
+        client.close()
+        listener.shutdown(network.SHUT_RDWR)
+    relay.join()
+
+
+def pass_on(listener: network.socket, address: str, damages: threading.Event) -> None:
+    """A relay that turns a bit of what comes next from the server."""
+    target = ("127.0.0.1", int(address.rpartition(":")[2]))
+    with suppress(OSError):
+        while True:
+            sides = listener.accept()[0], network.create_connection(target)
+            for source, sink in (sides, sides[::-1]):
+                is_back = source is sides[1]
+                args = (source, sink, damages if is_back else None)
+                threading.Thread(target=copy_bytes, args=args, daemon=True).start()
+
+
+def copy_bytes(
+    source: network.socket, sink: network.socket, damages: threading.Event | None
+) -> None:
+    with suppress(OSError):
+        while content := source.recv(1 << 16):
+            if damages is not None and damages.is_set() and len(content) > 200:
+                damages.clear()
+                content = content[:-1] + bytes([content[-1] ^ 1])
+            sink.sendall(content)
+    for side in (source, sink):
+        with suppress(OSError):
+            side.shutdown(network.SHUT_RDWR)
 
 
 def test_a_frame_that_is_too_large_never_arrives(context: wire.Context, sockets: str) -> None:

@@ -9,7 +9,6 @@ import os
 import secrets
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,11 +24,10 @@ from shoal.cluster.local_queue.protocol import (
     make_queue_directory,
 )
 from shoal.cluster.local_queue.states import list_jobs
+from shoal.cluster.log_tail import follow_file
 from shoal.errors import UsageError, sendable
 from shoal.formatting import plural
 from shoal.world import cores
-
-LOOK_S = 0.2
 
 
 class LocalQueue:
@@ -65,7 +63,7 @@ class LocalQueue:
         return list(self._ask(QueueRequest(ask="jobs")).jobs)
 
     def stop(self, job: str, *, now: bool) -> None:
-        if self.state(job).state in ("queued", "running"):
+        if self.state(job).is_active:
             ask_agent(make_queue_directory(), QueueRequest(ask="stop", job=int(job), now=now))
 
     def limits(self, changes: dict[str, str]) -> QueueLimits:
@@ -77,19 +75,8 @@ class LocalQueue:
 
     def output(self, job: str, *, follow: bool) -> Iterator[str]:
         """Of output.log in the run directory."""
-        path, read = Path(self.state(job).run_dir) / OUTPUT, 0
-        while True:
-            is_over = not follow or self.state(job).state not in ("queued", "running")
-            if path.exists():
-                with open(path, "rb") as file:
-                    file.seek(read)
-                    for line in file:
-                        if line.endswith(b"\n") or is_over:
-                            read += len(line)
-                            yield line.decode("utf-8", "replace").rstrip("\r\n")
-            if is_over:
-                return
-            time.sleep(LOOK_S)
+        path = Path(self.state(job).run_dir) / OUTPUT
+        return follow_file(path, lambda: not (follow and self.state(job).is_active))
 
     def _ask(self, request: QueueRequest) -> QueueReply:
         """Of the agent, or of the journal if there is nothing that an agent would do."""

@@ -278,6 +278,6 @@ def set_limits(before: QueueLimits, words: dict[str, str]) -> QueueLimits:
         return msgspec.convert(
             {**msgspec.structs.asdict(before), **numbers}, QueueLimits, strict=False
         )
-    except msgspec.ValidationError as error:
+    except msgspec.ValidationError:
         given = " ".join(f"{name}={text}" for name, text in words.items())
-        raise UsageError(f"{given}: {error}. A limit is a whole number from 1 on.") from None
+        raise UsageError(f"{given}: a limit is a whole number from 1 on, or cores=all.") from None
