@@ -128,6 +128,11 @@ class HierarchicalRounds:
     def adds_by_tree(self) -> bool:
         return self._num_local & (self._num_local - 1) == 0
 
+    def leave(self) -> None:
+        """Let the ranks of this host know that nothing more comes from here."""
+        self._inward.leave()
+        self._outward.leave()
+
     def pids(self) -> dict[int, int]:
         """The processes of this host's ranks that have come so far, by rank."""
         first = self._host * self._num_local
