@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 import shoal
 
@@ -26,6 +27,7 @@ def run(data: Any, pause: float) -> shoal.Run:
         loss=loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         data=shoal.data.mapped(data, pair),
+        collate=default_collate,  # so that each step asks, and not one for many
         batch_size=8,
         steps=20,
     )
