@@ -42,7 +42,8 @@ def entries(pause: float = 0.0) -> shoal.Run:
 
 
 def documents(pause: float = 0.0) -> shoal.Run:
-    return run(shoal.data.mongodb(os.environ["STORE_URL"], "samples", key="n"), pause)
+    data = shoal.data.mongodb(os.environ["STORE_URL"], "samples", key="n", timeout_s=5.0)
+    return run(data, pause)
 
 
 def rows(pause: float = 0.0) -> shoal.Run:
