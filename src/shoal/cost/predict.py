@@ -13,6 +13,7 @@ the error against measured runs.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from shoal.cost.activations import PassMemory, pass_memory, peak_in_flight
@@ -101,6 +102,8 @@ class _Step:
         self.model, self.profile, self.plan, self.cluster = model, model.profile, plan, cluster
         self.facts = model.facts(plan)
         self.places = RankPlaces(plan, cluster, self.profile.flops_per_s)
+        if self.facts.shares and not self.places.group("data").is_inside:
+            self.facts = replace(self.facts, shares=False)
         self.layouts = [
             RankLayout(self.facts, p * plan.num_replicas * plan.tensor)
             for p in range(plan.pipeline)

@@ -132,6 +132,7 @@ class Profile(msgspec.Struct, frozen=True):
     depends_on_data: bool  # the forward takes other paths for other data: errors are wider
     refusals: dict[str, str]  # of plans, by the words that are refused
     pipeline_refusal: str = ""  # why the model cannot be cut into stages
+    shares: bool = False  # ranks of one host may hold parameters and state together
     version: int = 0
 
     @property

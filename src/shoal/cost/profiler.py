@@ -46,6 +46,7 @@ from shoal.data.batches import Piece
 from shoal.errors import PlanError
 from shoal.logs import log
 from shoal.numerics.buffers import PieceBuffers
+from shoal.numerics.fused_steps import why_not_in_runs
 from shoal.numerics.optimizers import is_element_wise
 from shoal.parallel import fsdp
 from shoal.parallel.pipeline.stages import record
@@ -56,10 +57,11 @@ from shoal.parallel.tensor.cutting import TensorForward, cut_tensors, find_cuts
 from shoal.plans.plan import Plan
 from shoal.storage.files import write_atomic
 from shoal.storage.run_dir import cache_directory
+from shoal.sync.host_state import why_apart
 from shoal.training.build import refuse_unfit
 from shoal.training.run import Run, call_model, make_batches
 
-VERSION = 1  # of the profile's form and of how it is measured
+VERSION = 2  # of the profile's form and of how it is measured
 DEGREES = (2, 4, 8)  # of the tensor axis
 MOST_STAGES = 64  # that the forward is opened for
 _PROBED = {  # words of plans, with a plan that has them and nothing else
@@ -166,8 +168,17 @@ def _profile(run: Run, subject: Subject) -> Profile:
         depends_on_data=watched.is_unlike or "from one batch to the next" in refusal,
         refusals=refusals,
         pipeline_refusal=refusal,
+        shares=_may_share(run, subject),
         version=VERSION,
     )
+
+
+def _may_share(run: Run, subject: Subject) -> bool:
+    """Whether ranks of one host may hold parameters and state together."""
+    optimizer = run.make_optimizer(subject.model)
+    is_real = subject.mode is None
+    why = why_apart(subject.model, optimizer) if is_real else why_not_in_runs(optimizer)
+    return not (run.writes_weights or why)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ weights. `plan` are the plan keys that its `costs` go by; what it declares is he
 real step sends. The fixture `pool` (`shoal.testing.ranks`) must be there. Cost: some 100 ms a test.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -34,6 +35,8 @@ from shoal.parallel.apply import Survey
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.choose import settled
 from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
 from shoal.sync.state import MemorySource, ShardedState
 from shoal.sync.strategy import GlobalStep, LocalStep, Strategy
@@ -81,7 +84,7 @@ class Drive:
         self.mesh, self.sizes = mesh, sizes
         self.model = Network()
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1, fused=True)
         self.seeds = PieceSeeds(self.model, seed=0)
         self.strategy: Strategy = import_function(factory)(len(sizes))
         self.attach()
@@ -89,6 +92,7 @@ class Drive:
 
     def attach(self) -> None:
         self.strategy.attach(self.model, self.optimizer, self.mesh)
+        settled(self.strategy)
         self.own = share(self.mesh.rank, self.mesh.num_ranks, len(self.sizes))
 
     def step(self, step: int, poison: float = 1.0) -> bool:
@@ -134,6 +138,7 @@ class Drive:
                 name, whole, offset = _read(key)
                 tensors.setdefault(name, []).append(Slice(tensor, whole, offset))
         self.strategy.load_state_dict(MemorySource(ShardedState(tensors, plain)), step)
+        settled(self.strategy)
 
     def report(self) -> dict[str, Any]:
         self.strategy.detach()
@@ -251,7 +256,9 @@ def _costs(mesh: Mesh, factory: str, sizes: Sequence[int], keys: str) -> dict[st
     """What a strategy declares, and what it sends and holds: in a step, or a window of them."""
     plan = Plan.parse(f"data={mesh.num_ranks} pieces={len(sizes)} {keys}")
     drive = Drive(mesh, factory, sizes)
-    declared = drive.strategy.costs(RankLayout(_facts(plan), mesh.rank))
+    host = drive.strategy.host if isinstance(drive.strategy, AllReduce) else None
+    facts = dataclasses.replace(_facts(plan), shares=host is not None)
+    declared = drive.strategy.costs(RankLayout(facts, mesh.rank))
     for step in range(plan.local_steps):
         assert drive.step(step)
     with pytest.MonkeyPatch.context() as monkey:
@@ -260,7 +267,12 @@ def _costs(mesh: Mesh, factory: str, sizes: Sequence[int], keys: str) -> dict[st
             assert drive.step(step)
         sent, count = mesh.bytes_sent - before, counter.count
     storages = {s.data_ptr(): s for s in (p.untyped_storage() for p in drive.model.parameters())}
-    groups = drive.optimizer.param_groups
+    held = sum(storage.nbytes() for storage in storages.values())
+    stepped = sum(p.numel() for group in drive.optimizer.param_groups for p in group["params"])
+    if host is not None:  # all hold it once
+        own = [p for p in drive.model.parameters() if not p.requires_grad]
+        held = host.rows[0].nbytes // mesh.num_ranks + sum(p.nbytes for p in own)
+        stepped = sum(s.length for _, s in host.own_segments())
     drive.strategy.detach()
     return {
         "declared": {
@@ -272,8 +284,8 @@ def _costs(mesh: Mesh, factory: str, sizes: Sequence[int], keys: str) -> dict[st
         "real": {
             "bytes": sent,
             "messages": count,
-            "parameters": sum(storage.nbytes() for storage in storages.values()),
-            "stepped": sum(p.numel() for group in groups for p in group["params"]),
+            "parameters": held,
+            "stepped": stepped,
         },
     }
 
@@ -334,6 +346,7 @@ class StrategyConformance:
     parity: Literal["bits", "close", "none"] = "bits"  # none: it trains something else on purpose
     agrees_every_step = True  # whether all ranks agree on gradients in every exchange
     holds_all = True  # whether every rank holds the whole state
+    holds_gradient = True  # and the whole gradient
     # Of a plan that chooses it, beside data and pieces. Every update is checked here, as by fp16.
     plan = "precision=fp16"
 
@@ -411,7 +424,8 @@ class StrategyConformance:
         self, pool: Pool, factory: Factory, num_ranks: int
     ) -> None:
         found = pool.run(_gradients, num_ranks, importable_name(factory), EVEN)
-        for names in found if self.holds_all else [sorted(set().union(*found))]:
+        holds_all = self.holds_all and self.holds_gradient
+        for names in found if holds_all else [sorted(set().union(*found))]:
             assert "unused" not in names and "frozen" not in names
             assert "head.weight" in names
             if self.agrees_every_step:  # the rank that has the piece, and all the others

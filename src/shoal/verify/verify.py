@@ -29,6 +29,7 @@ from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace
+from shoal.sync.allreduce import AllReduce
 from shoal.sync.choose import served_tables
 from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
 from shoal.training.callbacks import has_callbacks
@@ -218,4 +219,6 @@ class StepRecorder:
 
 def recording_hooks(trainer: Trainer, run_dir: Path) -> Sequence[Any]:
     """The hooks that `shoal verify` adds to each rank."""
+    if isinstance(trainer.strategy, AllReduce):
+        trainer.strategy.keep_gradients()
     return [StepRecorder(trainer, run_dir / "verify")]
