@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Depend on the clock, the machine or the place.
 LOOSE = {
     *("time", "times", "ranks", "pid", "ms", "samples_per_s", "peak_memory_bytes", "seconds"),
-    *("run_dir", "model", "bytes_sent", "predicted", "measured", "speed"),
+    *("run_dir", "model", "bytes_sent", "predicted", "measured", "speed", "environment"),
 }
 STEPS = "6"
 

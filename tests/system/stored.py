@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 import shoal
 
@@ -26,6 +27,7 @@ def run(data: Any, pause: float) -> shoal.Run:
         loss=loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         data=shoal.data.mapped(data, pair),
+        collate=default_collate,  # so that each step asks, and not one for many
         batch_size=8,
         steps=20,
     )
@@ -40,7 +42,8 @@ def entries(pause: float = 0.0) -> shoal.Run:
 
 
 def documents(pause: float = 0.0) -> shoal.Run:
-    return run(shoal.data.mongodb(os.environ["STORE_URL"], "samples", key="n"), pause)
+    data = shoal.data.mongodb(os.environ["STORE_URL"], "samples", key="n", timeout_s=5.0)
+    return run(data, pause)
 
 
 def rows(pause: float = 0.0) -> shoal.Run:

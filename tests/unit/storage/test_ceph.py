@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import fsspec.asyn
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,14 @@ from tests.support.store_servers import S3_KEY, S3_SECRET
 from tests.unit.storage.test_real_stores import HASTY, ROWS, TABLE, location, put_table
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_of_fsspec() -> None:
+    """They stay for good, and are not leaks of the test that happens to start them."""
+    threads = ThreadPoolExecutor(1)
+    threads.submit(int).result()
+    fsspec.asyn.get_loop().set_default_executor(threads)
 
 
 @pytest.fixture(scope="module")
