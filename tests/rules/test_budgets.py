@@ -30,7 +30,7 @@ PACKAGE_LINES = {
     "parallel": 6650,
     "plans": 1300,
     "slim": 3150,
-    "storage": 1800,
+    "storage": 1850,
     "sync": 12200,
     "system": 1000,
     "training": 6400,
