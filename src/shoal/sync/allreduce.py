@@ -77,7 +77,7 @@ class AllReduce(LockstepStrategy):
         """Ranks of one host hold parameters and state together where they can, if `apart` is "";
         else it is why they do not, in words, or None if that needs no words."""
         super().__init__(num_pieces, round_size, packing, bucket_bytes)
-        self.exact, self._apart, self._keeps = exact, apart, False
+        self.exact, self._apart, self.keeps = exact, apart, False
         self.host: HostState | None = None
 
     def attach(
@@ -145,7 +145,7 @@ class AllReduce(LockstepStrategy):
 
     def keep_gradients(self) -> None:
         """Let `gradients` find them after an update: a copy, where ranks share memory."""
-        self._keeps = True
+        self.keeps = True
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
@@ -185,7 +185,7 @@ class AllReduce(LockstepStrategy):
         if (host := self.host) is not None:
             if check:
                 host.add_up()
-            step = partial(host.step, scale, self._keeps)
+            step = partial(host.step, scale, self.keeps)
             return self.attached.update(host.own_gradients() if check else (), 1.0, check, step)
         alike = not self.mesh.is_cut  # replicas hold the same gradients, parts of one do not
         if self.packing is None or self.buckets is None:

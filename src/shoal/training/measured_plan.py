@@ -35,6 +35,7 @@ from shoal.plans.measured import (
     next_codec,
 )
 from shoal.plans.plan import Plan
+from shoal.sync.allreduce import AllReduce
 from shoal.sync.choose import make_strategy
 from shoal.sync.state import broadcast_bytes
 from shoal.sync.strategy import LocalStep, Strategy
@@ -78,7 +79,10 @@ def settle_plan(trainer: "Trainer", mesh: Mesh) -> tuple[Plan, Strategy]:
             plan = _Measuring(trainer, mesh).decide()
     else:
         plan = _settled(plan, "none", BUCKETS_MB[0])
-    return plan, _strategy_of(trainer, plan, trainer.run.num_steps())
+    before, strategy = trainer.strategy, _strategy_of(trainer, plan, trainer.run.num_steps())
+    if isinstance(before, AllReduce) and before.keeps and isinstance(strategy, AllReduce):
+        strategy.keep_gradients()  # for hooks that were there before the choice
+    return plan, strategy
 
 
 def _settled(plan: Plan, codec: str, bucket: int) -> Plan:
