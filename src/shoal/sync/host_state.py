@@ -496,8 +496,8 @@ def _share(group: Group, num_bytes: int) -> SharedSegment | None:
             place = msgspec.json.encode(segment.place)
         except (NotShared, OSError) as error:
             why = str(error)
-    place = broadcast_bytes(group, 0, place)
-    if group.rank and place:
+    place = broadcast_bytes(group, 0, place or b" ")
+    if group.rank and place.strip():
         try:
             handle = msgspec.json.decode(place, type=SegmentHandle)
             segment = SharedSegment.open(handle, num_bytes + _PAGE)

@@ -48,8 +48,7 @@ class StateInventory:
             found = self._alike if self._shares and is_whole else own
             found.append((tensor, ("model", name)))
         if self._host is not None:  # one memory for all: each guards what it alone writes
-            kept = [(t, name) for t, name in self._alike if name[1] not in self._host.names]
-            self._alike, own = kept, [*own, *self._host.own_parameters()]
+            self._alike = [(t, n) for t, n in self._alike if n[1] not in self._host.names]
         self.own_weights = TensorListing.of(own)
         self._shared = {id(tensor) for tensor, _ in self._alike}
         self._in_step, self._own_state = CachedListing(), CachedListing()
@@ -120,7 +119,8 @@ class StateInventory:
         if self._is_served or is_offloaded(self._attached.optimizer):
             return  # servers have it, or files
         if self._host is not None:
-            yield from () if shared else self._host.own_state()
+            # Weights with it: nothing of the recipe writes to them between two updates.
+            yield from () if shared else (*self._host.own_parameters(), *self._host.own_state())
             return
         steps_on_parts = isinstance(self._strategy, ZeroSharded)
         state = self._attached.optimizer.state
