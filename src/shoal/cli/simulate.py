@@ -1,22 +1,22 @@
 """`shoal simulate`: what becomes of a run over hours, with failures and stragglers, beforehand."""
 
-import os
 import sys
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import as_json, print_json
+from shoal.cli.output import as_json, print_json, say
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
+    from shoal.cost.cluster import Cluster
     from shoal.cost.simulation_report import SimulationReport
-    from shoal.system.fork_server import WorkerMain, WorkerSpec
+    from shoal.training.options import Recipe
+    from shoal.training.run import Run
 
 
 def _read_slow(
@@ -161,53 +161,32 @@ def simulate(recipe: str, settings: dict[str, str], **given: Any) -> None:
 
 
 def _simulate(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> int:
-    from shoal.cluster.local import await_facts
-    from shoal.cost.cluster import Cluster, read_cluster
+    from shoal.cost.cluster import read_cluster
     from shoal.cost.simulation_report import SimulationReport, format_simulation
     from shoal.cost.this_machine import this_cluster
-    from shoal.system.fork_server import ForkServer
+    from shoal.launch.inspect import inspect_recipe
+    from shoal.training.options import Recipe
 
-    named = given["cluster"]
-    cluster: Cluster = this_cluster() if named is None else read_cluster(named)
-    with tempfile.TemporaryDirectory(prefix="shoal-simulate-") as name:
-        directory = Path(name)
-
-        def prepare() -> "tuple[dict[str, Any], WorkerMain]":
-            report = _in_child(recipe, settings, given, cluster)
-            (directory / "report").write_bytes(msgspec.msgpack.encode(report))
-            return {}, _start_no_rank
-
-        fork_server = ForkServer(prepare, directory / "recipe.log")
-        try:
-            await_facts(fork_server)
-        finally:
-            fork_server.close()
-        content = (directory / "report").read_bytes()
-    found = msgspec.msgpack.decode(content, type=SimulationReport)
+    named, place = Recipe.named(recipe, settings), given["cluster"]
+    cluster = this_cluster() if place is None else read_cluster(place)
+    look = partial(_look, named, cluster, given)
+    found = inspect_recipe(named, look, SimulationReport, given["plan"])
     if given["svg"] is not None:
         _draw(found, recipe, given["svg"])
     if given["as_json"]:
         print_json(found.as_json())
-        return 0
-    click.echo(format_simulation(found, recipe))
+    else:
+        say(format_simulation(found, recipe))
     return 0
 
 
-def _in_child(recipe: str, settings: dict[str, str], given: dict[str, Any], cluster: Any) -> Any:
+def _look(
+    recipe: "Recipe", cluster: "Cluster", given: dict[str, Any], run: "Run"
+) -> "SimulationReport":
+    from shoal.cost.profile_index import profile_recipe
     from shoal.cost.simulation_report import make_report
-    from shoal.elastic.worker import set_rank_threads
-    from shoal.numerics.precision import environment_for
-    from shoal.plans.plan import Plan
-    from shoal.training.recipe import load_recipe
 
-    set_rank_threads()
-    if given["plan"] is not None:  # before the recipe computes anything
-        os.environ.update(environment_for(Plan.parse(given["plan"]).precision))
-    return make_report(load_recipe(recipe, settings), cluster, given)
-
-
-def _start_no_rank(birth: "WorkerSpec") -> int:
-    raise AssertionError("a simulation starts no ranks")
+    return make_report(run, cluster, given, lambda: profile_recipe(recipe, run))
 
 
 def _draw(found: "SimulationReport", recipe: str, path: Path) -> None:
