@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +27,7 @@ from bench import harness
 from shoal.cost.cluster import Cluster
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.profile import Profile
-from shoal.cost.profiler import profile_run
 from shoal.cost.this_machine import measure_cluster
-from shoal.launch.inspect import inspect_recipe
-from shoal.training.options import Recipe
 from shoal.training.run import resolve
 
 KEPT = "PREDICTED_CELLS"
@@ -93,8 +90,19 @@ def recipe_run(recipe: str) -> Any:
 
 @cache
 def profile(recipe: str) -> Profile:
-    named = Recipe.named(str(harness.ROOT / "recipes" / f"{recipe}.py:small"), {})
-    return inspect_recipe(named, partial(profile_run, fresh=True), Profile)
+    """Made by a command of its own, as a user's is: what processes share depends on who forks."""
+    with tempfile.TemporaryDirectory() as cache_dir:
+        # Any cluster will do: a profile knows none, and a shipped one need not be measured.
+        words = ["plan", f"recipes/{recipe}.py:small", "--cluster", "cores-2", "--ranks", "1"]
+        subprocess.run(
+            [sys.executable, "-m", "shoal", *words],
+            cwd=harness.ROOT,
+            env={**harness.child_environment(), "SHOAL_CACHE": cache_dir},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        (kept,) = Path(cache_dir, "profiles", "recipes").iterdir()
+        return msgspec.json.decode(kept.read_bytes(), type=Profile)
 
 
 def predicted(recipe: str, plan: str) -> Prediction:

@@ -23,22 +23,24 @@ from shoal.system.processes import result_of_fork
 from shoal.training.run import Run, resolve
 
 CORES = Cluster("cores", (HostGroup(1, 4, 8 << 30, 1e11),), Link(1e-4, 1e9, True), Link(1e-4, 1e9))
-FEATURES, HELD = 256, 4096
+FEATURES, TIMES, DEPTH = 64, 2048, 3
 
 
 class Wide(nn.Module):
-    """Activations are most of what it takes: 512 KB for each sample and layer."""
+    """Activations are most of what it takes: 512 KB for each sample and each tanh."""
 
     def __init__(self, fails: bool = False):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
         self.fails = fails
 
     def forward(self, x: Tensor) -> Tensor:
         assert not self.fails, "as asked"
-        x = x[:, None].expand(-1, HELD // 8, -1)
         for layer in self.layers:
-            x = torch.relu(layer(x))
+            x = layer(x)
+        x = x[:, None].expand(-1, TIMES, -1)
+        for _ in range(DEPTH):
+            x = torch.tanh(x)
         return x.mean(1)
 
 
@@ -64,7 +66,7 @@ def test_steps_are_tried_in_a_fork_that_leaves_nothing() -> None:
     before = torch.random.get_rng_state()
     found = try_steps(run(), 1)
     assert found is not None and found.step_s > 0
-    assert found.own_bytes > 16 * 4 * HELD // 8 * FEATURES * 4, "its activations at the least"
+    assert found.own_bytes > 16 * DEPTH * TIMES * FEATURES * 4, "its activations at the least"
     assert torch.equal(before, torch.random.get_rng_state())
     assert try_steps(run(fails=True), 1) is None
     assert try_steps(run(), 5) is None, "pieces that do not divide the batch"
