@@ -27,6 +27,11 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
+def num_parameters(count: int) -> str:
+    """The size of a model for people: exact below a million."""
+    return f"{count / 1e6:.1f} M parameters" if count >= 1e6 else f"{count:,} parameters"
+
+
 def plural(count: int, word: str, words: str = "") -> str:
     """A count of things; `words` is what many are called, if not `word` with an s."""
     return f"{count} {word if count == 1 else words or word + 's'}"

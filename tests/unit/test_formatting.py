@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import UsageError
-from shoal.formatting import num_bytes_of
+from shoal.formatting import num_bytes_of, num_parameters
 
 
 def test_amounts() -> None:
@@ -19,3 +19,8 @@ def test_what_is_no_amount_is_refused() -> None:
     for amount in (*wrong, 0, -5, True, 1.5, None):
         with pytest.raises(UsageError, match=r"memory=.* is no amount\. Write"):
             num_bytes_of(amount, "memory")
+
+
+def test_the_size_of_a_small_model_is_not_rounded_away() -> None:
+    assert num_parameters(2_382) == "2,382 parameters"
+    assert num_parameters(12_610_000) == "12.6 M parameters"

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TypedDict
 
 from shoal.comm.unix import is_own
-from shoal.storage.files import make_private_directory, write_private
+from shoal.storage.files import make_private_directory, umask, write_private
 from shoal.system.processes import readable, stop_signals
 
 IDLE_S = 3600.0
@@ -107,19 +107,12 @@ def _request(arguments: list[str]) -> bytes | None:
             arguments=arguments,
             cwd=os.getcwd(),
             environment=dict(os.environ),
-            umask=_umask(),
+            umask=umask(),
             streams=[(stream.encoding, stream.errors or "strict") for stream in streams[1:]],
         )
     except OSError:  # the directory is gone
         return None
     return json.dumps(request).encode()
-
-
-def _umask() -> int:
-    """The system returns it only when it is set; no other thread runs here."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _read_number(line: bytes, name: str) -> int | None:

@@ -55,7 +55,7 @@ from shoal.events.events import (
     WaitingEvent,
     WarningEvent,
 )
-from shoal.formatting import plural
+from shoal.formatting import num_parameters, plural
 from shoal.system.streams import silence, steady
 
 PLAIN_EVERY_S = 5.0
@@ -122,7 +122,7 @@ class Display:
         if facts["num_servers"]:
             members += f", {plural(facts['num_servers'], 'server')}"
         self.say(
-            f"{escape(recipe)}  {facts['num_parameters'] / 1e6:.2f} M parameters, "
+            f"{escape(recipe)}  {num_parameters(facts['num_parameters'])}, "
             f"plan {facts['plan'] or 'data=1'}, {members}, "
             f"{facts['num_steps']} steps of {facts['batch_size']} samples -> {escape(str(run_dir))}"
         )

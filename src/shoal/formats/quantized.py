@@ -23,6 +23,7 @@ from shoal.errors import BadCheckpoint, require
 from shoal.formats.huggingface import SINGLE
 from shoal.formats.match import non_persistent_buffers
 from shoal.storage.decoding import PARSE_ERRORS
+from shoal.storage.files import umask
 
 _UNREADABLE: tuple[type[Exception], ...] = (SafetensorError, OSError, *PARSE_ERRORS)
 _SUPPORT = "prototype.safetensors.safetensors_support"
@@ -68,6 +69,7 @@ def write_quantized(model: nn.Module, file: Path) -> None:
     metadata[_HALVES] = msgspec.json.encode(list(halved)).decode()
     save_file(stored, file, {"format": "pt", **metadata})
     with open(file, "rb") as written:
+        os.fchmod(written.fileno(), 0o666 & ~umask())  # it was written for the owner only
         os.fsync(written.fileno())
 
 

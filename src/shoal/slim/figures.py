@@ -147,9 +147,18 @@ def num_bytes_of(model: nn.Module) -> int:
 
 
 def num_bytes_at(path: Path) -> int:
-    """Of a file, or of all files of a directory."""
+    """Of the weights or the program that a file or a directory holds, without what describes them:
+    so a model that is stored as it was has the bytes that it had."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    others = [file for file in files if file.suffix in (".pt2", ".bin")]
+    return sum(map(_num_tensor_bytes, weights)) + sum(file.stat().st_size for file in others)
+
+
+def _num_tensor_bytes(file: Path) -> int:
+    """What follows the header of a safetensors file, whose length comes first."""
+    with open(file, "rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
 
 
 class _ModelRunner:

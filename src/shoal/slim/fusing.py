@@ -70,6 +70,7 @@ class Candidate(NamedTuple):
     weights: list[float]
     model: nn.Module
     score: float | None
+    note: str
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def _fuse_weights(asked: Request, place: Path) -> FuseTable:
     fused = merger.fuse()
     write_weights(asked.run, fused.model, place, name_of(asked.recipe)[0])
     after = figures_of(asked.run, load(place, asked.run), num_bytes_at(place))
-    return _table(asked, merger.singles, after, place, fused.weights, merger.notes)
+    return _table(asked, merger.singles, after, place, fused.weights, [fused.note])
 
 
 def _fuse_answers(asked: Request, place: Path, training: Training) -> FuseTable:
@@ -208,7 +209,6 @@ class Merger:
 
     def __init__(self, asked: Request):
         self.asked, self.run = asked, asked.run
-        self.notes: list[str] = []
         self._sources = [merging.MergedTensors.open(place, self.run) for place in asked.checkpoints]
         self.singles = [
             _metrics(self.run, load_trained(self.run, place).model) for place in asked.checkpoints
@@ -274,10 +274,11 @@ class Merger:
     def _candidate(self, shares: list[float], state: merging.State) -> Candidate:
         model = self.run.make_model()
         merging.set_state(model, state)
-        if (note := refresh_statistics(self.run, model)) and note not in self.notes:
-            self.notes.append(note)
+        # One model alone has statistics of its own.
+        is_merged = sum(share != 0 for share in shares) > 1 or self.asked.how in ("task", "ties")
+        note = refresh_statistics(self.run, model) if is_merged else ""
         metrics = _metrics(self.run, model.eval())
-        return Candidate(shares, model, self.asked.goal.score(metrics) if metrics else None)
+        return Candidate(shares, model, self.asked.goal.score(metrics) if metrics else None, note)
 
 
 def _equal(taken: Sequence[int], count: int) -> list[float]:

@@ -49,6 +49,7 @@ from shoal.slim.retraining import (
     trained_model,
 )
 from shoal.slim.statistics import call_on_samples
+from shoal.storage.files import follow_umask
 from shoal.training.load import load
 from shoal.training.run import Run
 
@@ -305,3 +306,4 @@ def _write_pretrained(model: Any, to: str, place: Path) -> None:
         )
         again.save_pretrained(folder)
         shutil.rmtree(plain)
+        follow_umask(folder)

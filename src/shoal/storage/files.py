@@ -89,6 +89,19 @@ def read_private(path: Path, way_out: str, *, is_chosen: bool = False) -> bytes:
     return content
 
 
+def umask() -> int:
+    """What new files of this process lack; asking the system for it would set it for a moment."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
+
+
+def follow_umask(directory: Path) -> None:
+    """Give the files of a directory the mode of new ones: safetensors writes for the owner only."""
+    for file in directory.iterdir():
+        if file.is_file():
+            file.chmod(0o666 & ~umask())
+
+
 def write_private(path: Path, content: bytes, *, replace: bool = False) -> None:
     """Write a file of mode 0600, whatever the umask. An existing one is replaced, or an error."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

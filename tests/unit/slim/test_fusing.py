@@ -101,6 +101,14 @@ def test_greedy_leaves_out_what_does_not_help(places: list[Path], tmp_path: Path
     assert table.before.metrics == table.best_single.metrics
 
 
+def test_one_model_alone_stays_as_it_was(tmp_path: Path) -> None:
+    runs = [trained(recipe(norm=True), steps, seed) for steps, seed in ((30, 1), (1, 2))]
+    places = [saved(model, tmp_path / name) for model, name in zip(runs, "ab")]
+    table = fuse(lambda: recipe(norm=True), places, how="greedy", out=tmp_path / "out")
+    assert table.weights == [1.0, 0.0] and "statistics" not in " ".join(table.notes)
+    assert table.after.metrics == table.before.metrics and table.after.bytes == table.before.bytes
+
+
 @pytest.mark.parametrize("how", ["task", "ties", "slerp"])
 def test_the_evaluation_chooses_how_far_to_go(places: list[Path], tmp_path: Path, how: str) -> None:
     chosen = fuse(recipe, places[:2], how=how, out=tmp_path / "chosen")

@@ -19,6 +19,7 @@ from shoal.slim.quantization import (
     scales_of_inputs,
     unround,
 )
+from shoal.storage.files import umask
 from shoal.training.load import load
 from tests import zoo
 
@@ -85,6 +86,7 @@ def test_static_scales_come_from_the_data_and_are_kept(tmp_path: Path) -> None:
         rounded = model(inputs)
         assert not rounded.equal(plain) and (rounded - plain).abs().max() < 0.05 * plain.abs().max()
         quantized.write_quantized(model, tmp_path / "model.safetensors")
+        assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
         again = load(tmp_path, run)
         assert again(inputs).equal(rounded)
         far = again(100 * inputs).abs().max()
@@ -118,6 +120,7 @@ def test_a_file_gives_back_the_same_model(tmp_path: Path, to: str, kept: list[st
         rounded = model(tokens)
         assert not rounded.equal(plain) and (rounded - plain).abs().max() < 0.03 * plain.abs().max()
         quantized.write_quantized(model, tmp_path / "model.safetensors")
+        assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask()
         again = load(tmp_path, run)
         assert again(tokens).equal(rounded)
     assert isinstance(again, Tied) and again.head.weight is again.embed.weight

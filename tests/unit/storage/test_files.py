@@ -10,6 +10,7 @@ import pytest
 from shoal.errors import UsageError
 from shoal.storage.files import (
     atomic_replace,
+    follow_umask,
     make_private_directory,
     read_private,
     read_regular_file,
@@ -157,3 +158,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     assert (
         read_regular_file(tmp_path / "file") == read_regular_file(tmp_path / "file", 5) == b"12345"
     )
+
+
+def test_files_of_libraries_are_given_the_mode_of_new_ones(tmp_path: Path, umask: int) -> None:
+    (tmp_path / "weights").touch(0o600)
+    follow_umask(tmp_path)
+    assert (tmp_path / "weights").stat().st_mode & 0o777 == 0o666 & ~umask
