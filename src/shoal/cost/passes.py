@@ -163,6 +163,7 @@ class WatchedPasses:
             if group is not None:
                 counters = counters._replace(messages=lambda: (group.count, group.bytes_sent))
             segments = probe.watch(lambda: (subject.loss(piece), None), counters)
+        self.is_unlike = self.is_unlike or live.reads_values
         return PassAmounts(segments, len(self.blocks))
 
     def steps(self) -> list[BlockTimes]:

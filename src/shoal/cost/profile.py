@@ -149,7 +149,6 @@ class Profile(msgspec.Struct, frozen=True):
     refusals: dict[str, str]  # of plans, by the words that are refused
     process: ProcessBytes = ProcessBytes()  # measured where the model was
     pipeline_refusal: str = ""  # why the model cannot be cut into stages
-    version: int = 0
 
     @property
     def parameter_bytes(self) -> int:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.cost.first_step import run_first_step
 from shoal.cost.lookups import count_lookups
-from shoal.cost.model_facts import optimizer_state_of
+from shoal.cost.model_facts import buffers_of, changed_buffers, optimizer_state_of
 from shoal.cost.passes import WatchedPasses, line_through, lines_of, times_of
 from shoal.cost.profile import (
     BlockProfile,
@@ -167,6 +167,8 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
     units = fsdp.units(model, [*names.values()], (), whole_model=True)[:-1]
     rest = fsdp.units(model, [*names.values()], (), whole_model=False)[len(units) :]
     state = optimizer_state_of(run.make_optimizer(model), model, tables)
+    held = PieceBuffers(model)
+    phases = run_first_step(run, model, first_piece(subject))
     return Profile(
         model=type(model).__name__,
         batch_size=run.batch_size,
@@ -190,11 +192,11 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
         recomputed=_recomputed(model, paths),
         fsdp_blocks=tuple((paths[id(unit)], _sharded_in(unit, names)) for unit in units),
         fsdp_rest=tuple((paths[id(unit)], _sharded_in(unit, names)) for unit in rest),
-        buffers={name: buffer.nbytes for name, buffer in _buffers(model)},
-        changed=_changed(subject),
+        buffers={name: buffer.nbytes for name, buffer in buffers_of(model).items()},
+        changed=changed_buffers(model, held),
         averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
         tables=_tables(run, subject),
-        phases=() if is_plain else tuple(run_first_step(run, model, first_piece(subject))),
+        phases=tuple(phases),
         precisions=watched.precisions() if in_others else {},
         is_element_wise=is_element_wise(run.make_optimizer(model), tables),
         clips=run.clip is not None,
@@ -206,32 +208,7 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
         depends_on_data=watched.is_unlike or "from one batch to the next" in refusal,
         refusals=refusals,
         pipeline_refusal=refusal,
-        version=VERSION,
     )
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield f"{path}.{name}".strip("."), buffer
-
-
-def _changed(subject: Subject) -> dict[str, int]:
-    """The elements of the buffers that a forward changes."""
-    held = PieceBuffers(subject.model)
-    with torch.no_grad():
-        if subject.run.step is None:
-            subject.forward(first_piece(subject))
-    places = {(id(module), name) for module, name in held.changed()}
-    found = {
-        f"{path}.{name}".strip("."): buffer.numel()
-        for path, module in subject.model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and (id(module), name) in places
-    }
-    held.restore()
-    return found
 
 
 def _recomputed(model: nn.Module, paths: dict[int, str]) -> tuple[str, ...]:

@@ -133,13 +133,11 @@ def shared_memory_bytes() -> int:
 
 
 def own_and_shared_bytes() -> tuple[int, int] | None:
-    """The peak of what this process alone has, and what others have as well, not by their shares.
-    None where the kernel does not tell."""
+    """The peak of what is this process's alone, and what others have as well. None as above."""
     found = _mapped_bytes()
-    if not found:
-        return None
     own = sum(size for name, size in found.items() if name.startswith("Private_"))
-    return own + max(0, peak_memory_bytes() - found["Rss"]), found["Rss"] - own
+    before = max(0, peak_memory_bytes() - found["Rss"]) if found else 0
+    return (own + before, found["Rss"] - own) if found else None
 
 
 def _mapped_bytes() -> dict[str, int]:

@@ -214,10 +214,8 @@ def let_idle_threads_sleep() -> None:
 
 
 def result_of_fork(make: Callable[[], bytes], timeout_s: float | None = None) -> bytes:
-    """What a fork of this process makes, which ends with it; empty if it fails or takes longer.
-
-    The fork prints nothing. Call it where no other thread runs: a lock that one holds stays held.
-    """
+    """What a fork of this process makes, which ends with it; empty if it fails or takes longer. It
+    prints nothing. Call it where no other thread runs: a lock that one holds stays held."""
     ours, theirs = os.pipe()
     parent = os.getpid()
     pid = os.fork()

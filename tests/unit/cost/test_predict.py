@@ -223,3 +223,25 @@ def test_what_the_model_refuses_is_refused(profile: Profile) -> None:
 
 def test_a_line_goes_through_both_sizes() -> None:
     assert Linear(1.0, 2.0).at(3) == 7.0
+
+
+def test_a_forward_that_looks_at_values_widens_the_error(profile: Profile) -> None:
+    """Also where the pieces that are watched go the same way."""
+
+    class Exits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if x.mean().item() > 1e9:
+                    break
+                x = layer(x)
+            return x
+
+    found = profile_run(make_run(model=Exits), fresh=True)
+    assert found.depends_on_data and not profile.depends_on_data
+    told = under(msgspec.structs.replace(profile, depends_on_data=True), "data=2")
+    assert told.error_share == pytest.approx(under(profile, "data=2").error_share + 0.25)
+    assert any("depends on data" in note for note in told.notes)
