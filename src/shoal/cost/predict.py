@@ -51,7 +51,7 @@ ADD_SHARE = 0.4  # of an update of an element: adding two gradients, or copying 
 PACK_SHARE = 4.0  # of an update of an element: packing and unpacking by a codec
 FILE_BYTES_PER_S = 1.5e9  # of offloaded state, in the page cache
 # Of modules, groups and message buffers that only some plans have.
-PIPELINE_BYTES, TENSOR_BYTES, SHARDED_BYTES = 18_000_000, 7_000_000, 12_000_000
+PIPELINE_BYTES, TENSOR_BYTES, SHARDED_BYTES = 24_000_000, 7_000_000, 12_000_000
 
 
 def predict(profile: Profile, plan: Plan, cluster: Cluster) -> Prediction:
