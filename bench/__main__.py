@@ -22,7 +22,8 @@ from bench import harness
 from bench.harness import Row
 
 BENCHES = (
-    *("overhead", "collectives", "dp", "zero-memory", "zero-speed", "pipeline", "tensor"),
+    *("overhead", "collectives", "dp", "host-memory", "zero-memory", "zero-speed"),
+    *("pipeline", "tensor"),
     *("recovery", "host-loss", "startup"),
     *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
     *("load", "resume", "straggler", "shared", "diloco", "slow-link", "server", "async-straggler"),

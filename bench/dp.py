@@ -4,7 +4,8 @@ All arms live in the same two processes, on one Gloo group, and take turns a few
 DDP with its gradients in its buckets and the better of two bucket sizes; Shoal's whole trainer,
 metrics on, with `sums=ring` and with `sums=exact`; and the twins, a plain loop on each rank's
 share, which no way of agreeing can beat. All use a fused AdamW and the same batches in the same
-order, and all but the twins must end with the same loss.
+order, and all but the twins must end with the same loss. Shoal's ranks hold parameters and state
+together, one of the two arms with `sums=exact` excepted, whose ranks hold them apart and exchange.
 
 Two models: a GPT of 3.2 M parameters, where computing hides most of the traffic, and an MLP of
 12.6 M on a batch of 8 a rank, where it cannot.
@@ -32,7 +33,9 @@ BATCH_OF_RANK = 8
 NUM_SAMPLES = 512
 CHUNK = 4  # steps measured at a time
 BUCKETS_MB = (25, 4)
-FLOORS = {"ring": 1.00, "exact": 0.93}
+PLANS = {"ring": "sums=ring", "exact": "sums=exact", "apart": "sums=exact memory=apart"}
+FLOORS = {"ring": 1.00, "exact": 1.00, "apart": 0.93}
+OF_TWINS = {"gpt": 0.97, "mlp": 1.05}  # of their throughput
 RATE = 1e-4
 
 
@@ -134,27 +137,48 @@ def measure_model(world: World, name: str, length: str) -> Times:
         best = int(loops.best_of(sizes, 4 if quick else 10))
         del sizes
 
-        def shoal(sums: str) -> ShoalLoop:
-            return ShoalLoop(run, f"data={NUM_RANKS} sums={sums}", world, stack, CHUNK)
+        def shoal(arm: str) -> ShoalLoop:
+            return ShoalLoop(run, f"data={NUM_RANKS} {PLANS[arm]}", world, stack, CHUNK)
 
         arms: dict[str, PlainLoop | ShoalLoop] = {
             "ddp": plain(run, world, best),
             "ring": shoal("ring"),
             "exact": shoal("exact"),
+            "apart": shoal("apart"),
             "twins": plain(run, world, None),
             "again": plain(run, world, best),
         }
         chunks = {arm: loop.chunk for arm, loop in arms.items()}
         seconds = harness.interleave(chunks, 8 if quick else 30, num_warm_up=2)
-        loops.check_alike({arm: arms[arm].mean_loss() for arm in ("ddp", "ring", "exact")})
+        loops.check_alike({arm: arms[arm].mean_loss() for arm in ("ddp", *PLANS)})
     return Times(seconds, best)
 
 
 def measure(quick: bool) -> Iterator[Row]:
     for name in MODELS:
         times = ranks.start("dp", NUM_RANKS, Times, name, "quick" if quick else "full")
-        for sums in FLOORS:
-            yield _row(name, sums, times)
+        yield _row_of_twins(name, times)
+        for arm in FLOORS:
+            yield _row(name, arm, times)
+
+
+def _row_of_twins(name: str, times: Times) -> Row:
+    """Against ranks that never talk, each of which updates all parameters."""
+    seconds = times.seconds
+    of = {arm: harness.spread(harness.ratios(seconds["twins"], seconds[arm])) for arm in seconds}
+    twins_ms = harness.spread(seconds["twins"]).median * 1e3
+    return Row(
+        name=f"dp/{name}",
+        value=of["exact"].median,
+        low=of["exact"].low,
+        high=of["exact"].high,
+        num_pairs=of["exact"].num_pairs,
+        floor=OF_TWINS[name],
+        peer=f"twins {twins_ms:.1f} ms",
+        ceiling="the same",
+        control=harness.spread(harness.ratios(seconds["again"], seconds["ddp"])).median,
+        note=f"of the twins: apart {of['apart'].median:.2f}, DDP {of['ddp'].median:.2f}",
+    )
 
 
 def _row(name: str, sums: str, times: Times) -> Row:
@@ -167,7 +191,7 @@ def _row(name: str, sums: str, times: Times) -> Row:
         for arm in (sums, "ddp")
     )
     ddp_ms, twins_ms = (harness.spread(seconds[arm]).median * 1e3 for arm in ("ddp", "twins"))
-    # The exact sums' floor has its allowance in it already.
+    # The floor of ranks that exchange in order has its allowance in it already.
     noise = harness.noise_of(control) if FLOORS[sums] == 1.0 else 0.0
     return Row(
         name=f"dp/{name}/{sums}",

@@ -1,7 +1,7 @@
 """Fixtures for all tests: the pool of ranks, and leaks that fail the test that made them."""
 
 import faulthandler
-import logging
+import gc
 import os
 import signal
 
@@ -41,6 +41,31 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+@pytest.hookimpl(tryfirst=True)  # before cells are chosen by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`@pytest.mark.quick("a", "b-2")`: only these cells of a parametrized test are in the quick
+    suite. A name that no cell has is refused, or a change of names would take the test out."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("quick")
+        if marker is None:
+            continue
+        cell = item.callspec.id
+        unknown.setdefault(item.nodeid.partition("[")[0], set(marker.args)).discard(cell)
+        if cell not in marker.args:
+            item.add_marker(pytest.mark.full)
+    is_whole = not any("::" in word for word in config.args)
+    if is_whole and (wrong := {test: names for test, names in unknown.items() if names}):
+        raise pytest.UsageError(f"No cell has these names, which a marker `quick` gives: {wrong}")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Thousands of tests are a heap that the collector need not look through again: in a fork of
+    this process it would copy all of it, which takes seconds."""
+    gc.collect()
+    gc.freeze()
+
+
 _pools: list[Pool] = []
 
 
@@ -62,18 +87,6 @@ def no_stacks_of_long_tests(request: pytest.FixtureRequest) -> None:
     That is done without the interpreter's lock, and can crash Python 3.11 while threads run."""
     if request.node.get_closest_marker("timeout"):
         faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def log_as_it_was() -> Iterator[None]:
-    """Ranks that run inside this process send the package's log to a stream of their own; a later
-    test would write to it when it is closed, and pytest captures a logger that does not propagate
-    by another handler."""
-    log = logging.getLogger("shoal")
-    handlers, level, propagates = log.handlers[:], log.level, log.propagate
-    yield
-    log.handlers[:], log.propagate = handlers, propagates
-    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

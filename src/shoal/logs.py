@@ -4,6 +4,8 @@ import io
 import logging
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 log = logging.getLogger("shoal")
@@ -23,12 +25,24 @@ def set_level(name: str) -> None:
 
 def set_up(prefix: str = "", stream: TextIO | None = None) -> None:
     """Send the package's log to a stream, standard error by default, each line led by `prefix` (a
-    rank, say)."""
+    rank, say). For a process of our own; elsewhere, `written_to`."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(levelname)s %(message)s"))
     log.handlers[:] = [handler]
     log.setLevel(_level)
     log.propagate = False
+
+
+@contextmanager
+def written_to(stream: TextIO) -> Iterator[None]:
+    """Send the package's log to a stream for a while; then the logger is as it was before."""
+    handlers, level, propagates = log.handlers[:], log.level, log.propagate
+    set_up(stream=stream)
+    try:
+        yield
+    finally:
+        log.handlers[:], log.propagate = handlers, propagates
+        log.setLevel(level)
 
 
 def warn_on_screen(message: str) -> None:

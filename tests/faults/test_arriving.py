@@ -28,6 +28,7 @@ def test_frames_change_nothing(start, alone: Trained) -> None:
     check(start(*FRAMES, plan=LOCKSTEP, recipe="in_parts").wait(), alone, [])
 
 
+@pytest.mark.quick("data=3 sync=server servers=2-3")
 @pytest.mark.parametrize(
     ("plan", "server"),
     [
@@ -43,6 +44,7 @@ def test_a_server_killed_before_all_has_left(start, alone: Trained, plan: str, s
     check(start(*armed, plan=plan, recipe="in_parts").wait(), alone, [server])
 
 
+@pytest.mark.full
 def test_a_newcomer_copies_no_torn_parameters(start, alone: Trained) -> None:
     """A server and a worker die: the peers that the newcomer could copy are all torn."""
     armed = [*FRAMES, "server.fetch:kill:member=3:step=15", "step.begin:kill:member=0:step=15"]

@@ -234,6 +234,7 @@ def test_a_rank_that_dies_in_a_put_costs_nothing(
     assert [event["rank"] for event in trained.events("recovered")] == [1]
 
 
+@pytest.mark.full
 def test_two_runs_at_once_share_and_agree(train, undisturbed: Trained) -> None:
     runs = [train(pause=0.002), train(pause=0.002)]
     for run in runs:

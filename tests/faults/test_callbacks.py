@@ -77,6 +77,7 @@ def test_all_go_back_to_a_checkpoint_with_what_they_kept(start, undisturbed_unde
     check(trained, undisturbed_under(plan, "called"))
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_goes_on_with_the_same_bits(start, undisturbed_under) -> None:
     begun = start(recipe="called", pause=0.01)
     begun.wait_for_step(25)

@@ -60,6 +60,7 @@ def test_a_newcomer_begins_without_what_was_not_sent(
     assert any(all(torch.equal(w[n], t) for n, t in found.items()) for w in expected)
 
 
+@pytest.mark.full
 def test_a_codec_that_keeps_nothing_loses_nothing(
     start: Callable[..., Any], undisturbed_under: Callable[..., Trained]
 ) -> None:

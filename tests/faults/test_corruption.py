@@ -5,6 +5,7 @@ import pytest
 from tests.support.faults import Trained, check_ledger, check_recovered, check_same
 
 NUM_STEPS = 60
+APART = "data=3 memory=apart"  # replicas that can be compared with one another
 
 
 def check_stopped(trained: Trained, who: str, tensor: str) -> None:
@@ -47,7 +48,7 @@ FLIPS = [
     [*FLIPS[:1], *(pytest.param(*flip, marks=pytest.mark.full) for flip in FLIPS[1:])],
 )
 def test_two_replicas_stop_without_saving(start, point: str, what: str) -> None:
-    trained = start(f"{point}:flip:member=1:step=20:what={what}", plan="data=2").wait()
+    trained = start(f"{point}:flip:member=1:step=20:what={what}", plan="data=2 memory=apart").wait()
     # A wrong gradient shows in what was made of it.
     named = "model.0.weight" if what.startswith("gradient") else what
     named = "running_mean" if what == "running_mean" else named
@@ -57,6 +58,7 @@ def test_two_replicas_stop_without_saving(start, point: str, what: str) -> None:
     assert event["ranks"] == [0, 1]
 
 
+@pytest.mark.quick("step.begin-model.0.weight")
 @pytest.mark.parametrize(
     ("point", "what"),
     [*FLIPS[:2], *(pytest.param(*flip, marks=pytest.mark.full) for flip in FLIPS[2:])],
@@ -64,7 +66,7 @@ def test_two_replicas_stop_without_saving(start, point: str, what: str) -> None:
 def test_of_three_the_odd_one_takes_the_state_of_the_others(
     start, undisturbed, point: str, what: str
 ) -> None:
-    trained = start(f"{point}:flip:member=1:step=20:what={what}").wait()
+    trained = start(f"{point}:flip:member=1:step=20:what={what}", plan=APART).wait()
     named = "0.weight" if what.startswith("gradient") else what
     check_repaired(trained, undisturbed, 1, named)
 
@@ -73,11 +75,11 @@ def test_of_three_the_odd_one_takes_the_state_of_the_others(
 @pytest.mark.parametrize(
     "plan",
     [
-        "data=4",
-        "data=3 sums=ring",
+        "data=4 memory=apart",
+        "data=3 sums=ring memory=apart",
         "data=3 zero=1",
         "data=3 zero=2",
-        "data=3 pieces=6 precision=bf16",
+        "data=3 pieces=6 precision=bf16 memory=apart",
         "data=3 sync=server",
     ],
 )
@@ -182,7 +184,7 @@ def test_a_copy_on_another_server_is_guarded_too(start, what: str) -> None:
     ("plan", "what"),
     [
         ("data=2", "live.model.1.running_var"),
-        pytest.param("data=2", "exp_avg", marks=pytest.mark.full),
+        pytest.param("data=2 memory=apart", "exp_avg", marks=pytest.mark.full),
         pytest.param("data=2 zero=1", "exp_avg", marks=pytest.mark.full),
         pytest.param("data=2 zero=3", "model.0.weight", marks=pytest.mark.full),
         pytest.param("data=2 local_steps=4", "model.0.weight", marks=pytest.mark.full),
@@ -199,7 +201,7 @@ def test_state_is_compared_before_it_is_saved(start, plan: str, what: str) -> No
 @pytest.mark.full
 def test_the_last_step_is_compared_before_the_model_is_written(start) -> None:
     flip = f"step.committed:flip:member=1:step={NUM_STEPS}:what=model.0.weight"
-    trained = start(flip, plan="data=2").wait()
+    trained = start(flip, plan="data=2 memory=apart").wait()
     assert trained.exit_code == 1 and "model.0.weight" in trained.last_words
     assert not (trained.run_dir / "model.safetensors").exists()
 
@@ -207,16 +209,17 @@ def test_the_last_step_is_compared_before_the_model_is_written(start) -> None:
 @pytest.mark.full
 def test_a_rank_that_differs_again_and_again_is_not_trusted(start) -> None:
     flips = [f"step.begin:flip:member=1:step={n}:what=model.0.weight" for n in (10, 20, 30, 40)]
-    trained = start(*flips).wait()
+    trained = start(*flips, plan=APART).wait()
     assert trained.exit_code == 1 and "Rank 1 differs from the other replicas again" in (
         trained.last_words
     )
     assert len(trained.events("replica-repaired")) == 3
 
 
+@pytest.mark.full
 def test_a_death_and_a_flip_together(start, undisturbed_under) -> None:
     """Survivors agree on the state before a newcomer takes it, or most would be wrong."""
-    plan = "data=4"
+    plan = "data=4 memory=apart"
     faults = (
         "step.computed:kill:member=3:step=20",
         "seat.here:flip:member=0:step=20:what=model.0.weight",
@@ -234,10 +237,11 @@ def test_two_survivors_that_differ_do_not_bring_a_newcomer_up(start) -> None:
         "step.computed:kill:member=2:step=20",
         "seat.here:flip:member=0:step=20:what=model.0.weight",
     )
-    trained = start(*faults, plan="data=3").wait()
+    trained = start(*faults, plan=APART).wait()
     check_stopped(trained, "on ranks 0 and 1", "model.0.weight")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan", ["data=3", pytest.param("data=2 sync=server", marks=pytest.mark.full)]
 )
@@ -257,16 +261,17 @@ def test_a_recovered_run_is_compared_like_any_other(start, undisturbed) -> None:
         "step.computed:kill:member=2:step=10",
         "step.begin:flip:member=3:step=30:what=exp_avg",  # the spare
     )
-    trained = start(*faults).wait()
+    trained = start(*faults, plan=APART).wait()
     check_same(trained, undisturbed)
     (event,) = trained.events("replica-repaired")
     assert event["ranks"] == [2]
 
 
+@pytest.mark.full
 def test_all_of_a_larger_state_is_compared_in_so_many_steps(start) -> None:
     """Slice by slice, so it may take some steps."""
     flip = "step.begin:flip:member=1:step=20:what=model.2.weight"
-    trained = start(flip, recipe="many", steps=32, check_every=4).wait()
+    trained = start(flip, recipe="many", plan=APART, steps=32, check_every=4).wait()
     assert trained.exit_code == 0, trained.errors
     (event,) = trained.events("replica-repaired")
     assert event["ranks"] == [1] and "model.2.weight" in event["tensors"]
@@ -276,7 +281,7 @@ def test_all_of_a_larger_state_is_compared_in_so_many_steps(start) -> None:
 @pytest.mark.full
 def test_nothing_is_compared_if_that_is_asked_for(start) -> None:
     flip = "step.begin:flip:member=1:step=20:what=model.0.weight"
-    trained = start(flip, plan="data=2", check_every=0).wait()
+    trained = start(flip, plan="data=2 memory=apart", check_every=0).wait()
     assert trained.exit_code == 0
 
 

@@ -38,6 +38,7 @@ def in_terminal(words: list[str], ignores: bool) -> tuple[int, int]:
     return pid, terminal
 
 
+@pytest.mark.quick("plain")
 @pytest.mark.parametrize("ignores", [False, True], ids=["plain", "nohup"])
 def test_a_terminal_that_closes_stops_a_run_unless_it_was_told_otherwise(
     tmp_path: Path, ignores: bool
@@ -67,6 +68,7 @@ def drain(terminal: int, run_dir: Path) -> None:
     os.close(terminal)
 
 
+@pytest.mark.full
 def test_a_reader_of_the_screen_that_leaves_ends_no_run(tmp_path: Path) -> None:
     """`shoal train 2>&1 | head -1`."""
     line = f"set -o pipefail; {' '.join(command(tmp_path / 'run', 0.0))} 2>&1 | head -1"
@@ -126,6 +128,7 @@ def rescued() -> Iterator[Callable[[Trained], Path]]:
         shutil.rmtree(path.parent)
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize(
     ("breaks", "plan", "told"),
     [
@@ -155,6 +158,7 @@ def test_a_disk_that_breaks_costs_no_result(
     assert again.exit_code == 0 and f"going on from step {NUM_STEPS}" in again.errors
 
 
+@pytest.mark.full
 def test_a_stop_that_cannot_be_saved_says_where_it_is(start, disk: Path, rescued) -> None:
     training = start(run_dir=disk, pause=0.02)
     training.wait_for_step(3)
@@ -191,6 +195,7 @@ def test_a_run_directory_that_is_moved_away_is_noticed(start, tmp_path: Path, un
     assert not (tmp_path / "there" / "owner").exists()
 
 
+@pytest.mark.full
 def test_a_run_directory_that_is_removed_is_noticed(start, tmp_path: Path, undisturbed) -> None:
     training = start(run_dir=tmp_path / "here", pause=0.02)
     training.wait_for_step(3)
@@ -217,6 +222,7 @@ def test_who_made_a_loss_that_is_not_finite_is_named(start, plan: str, call: int
     assert f" on rank {ranks}. Look at those samples" in trained.last_words
 
 
+@pytest.mark.full
 def test_a_signal_three_times_ends_like_two(start) -> None:
     training = start(pause=0.5)
     training.wait_for_seats()
@@ -236,6 +242,7 @@ def test_a_quit_leaves_no_process(start) -> None:
     assert wait_until(lambda: not any(map(is_alive, processes)), 10)
 
 
+@pytest.mark.quick("gone")
 @pytest.mark.parametrize(
     ("before", "words", "told"),
     [

@@ -64,6 +64,7 @@ def check_hosts(trained: Trained, lost: int) -> None:
     assert told["step"] > 0 and told["how"] == f"host {lost} was silent for 1.0 s"
 
 
+@pytest.mark.quick("data=3-data 3 -> 2")
 @pytest.mark.parametrize(
     ("plan", "change"),
     [
@@ -119,6 +120,7 @@ def test_all_begin_again_from_a_checkpoint_with_fewer(
     assert not {*before.values()} & {*after.values()}
 
 
+@pytest.mark.full
 def test_a_run_under_local_steps_repeats_the_window_and_then_shrinks(begin: Begin) -> None:
     training = begin("data=3 local_steps=4 pieces=6")
     lose_in(training, 1)
@@ -154,6 +156,7 @@ def test_a_host_that_comes_makes_the_run_whole_again(begin: Begin, undisturbed_u
     assert sorted(hosts) == [0, 3, 4]
 
 
+@pytest.mark.full
 def test_a_plan_without_a_smaller_size_waits_for_another_host(
     begin: Begin, undisturbed_under
 ) -> None:
@@ -194,6 +197,7 @@ def test_a_plan_that_restarts_grows_at_its_next_checkpoint(begin: Begin, undistu
     assert changes == ["data 3 -> 2", "data 2 -> 3"]
 
 
+@pytest.mark.full
 def test_two_hosts_at_once(begin: Begin, undisturbed_under) -> None:
     training = begin("data=3")
     training.wait_for_step(15)

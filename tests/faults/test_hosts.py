@@ -16,6 +16,7 @@ def alone(undisturbed_under) -> Trained:
     return undisturbed_under("data=4")
 
 
+@pytest.mark.quick("host.applied-5")
 @pytest.mark.parametrize(
     ("point", "member"),
     [

@@ -27,6 +27,7 @@ def test_an_undisturbed_run_replaces_nobody(undisturbed: Trained) -> None:
     assert undisturbed.result["recoveries"] == 0
 
 
+@pytest.mark.quick("step.computed-1", "step.committed-0")
 @pytest.mark.parametrize(
     ("point", "rank"),
     [
@@ -41,6 +42,7 @@ def test_a_kill_within_a_step(start, undisturbed, point: str, rank: int) -> None
     assert f"rank {rank} was killed by SIGKILL" in trained.errors
 
 
+@pytest.mark.quick("seat.forming-1")
 @pytest.mark.parametrize(
     ("point", "rank"),
     [
@@ -54,6 +56,7 @@ def test_a_kill_while_the_first_group_forms(start, undisturbed, point: str, rank
     check(trained, undisturbed, [rank])
 
 
+@pytest.mark.quick("handover.sharing-3")
 @pytest.mark.parametrize(
     ("point", "second"),
     [
@@ -78,6 +81,7 @@ def test_two_kills_at_once(start, undisturbed, ranks: tuple[int, int]) -> None:
     check(start(*armed).wait(), undisturbed, list(ranks))
 
 
+@pytest.mark.full
 def test_two_kills_one_after_the_other(start, undisturbed) -> None:
     armed = ["step.begin:kill:member=0:step=10", "step.begin:kill:member=3:step=30"]
     trained = start(*armed).wait()
@@ -86,6 +90,7 @@ def test_two_kills_one_after_the_other(start, undisturbed) -> None:
     check_survivors(trained, [0, 0])
 
 
+@pytest.mark.quick("step.begin-0-0")
 @pytest.mark.parametrize(
     ("point", "step", "rank"),
     [
@@ -110,13 +115,15 @@ def test_a_kill_during_evaluation_is_repaired(start, rank: int) -> None:
     assert sum(answer is not None for answer in told) == NUM_STEPS // 5
 
 
+@pytest.mark.full
 def test_an_operation_left_behind_does_not_hold_the_repair_up(start, undisturbed) -> None:
     trained = start(recipe="dangling").wait()
     check_same(trained, undisturbed)
     check_ledger(trained, NUM_STEPS)
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_kills", [2, 50])
 @pytest.mark.timeout(600)
 def test_kills_at_random_moments(start, undisturbed, draws: random.Random, num_kills: int) -> None:
     for attempt in range(num_kills):
@@ -132,7 +139,7 @@ def test_kills_at_random_moments(start, undisturbed, draws: random.Random, num_k
 
 def test_losses_leave_neither_descriptors_nor_threads(start, undisturbed) -> None:
     """Of the groups that broke, the last one may still be there."""
-    training, counts, num_losses = start(pause=0.08), [], 10
+    training, counts, num_losses = start(pause=0.06), [], 6
     pid = training.wait_for_seats()[0]
     for number in range(num_losses):
         training.signal_rank(1 + number % 2, signal.SIGKILL)

@@ -55,6 +55,7 @@ def check_same(trained: Trained, other: Trained) -> None:
     assert trained.model() == other.model(), "the weights differ"
 
 
+@pytest.mark.quick("data=3 local_steps=4 outer=nesterov:0.7:0.5-step.exchanged-23-0")
 @pytest.mark.parametrize(
     ("plan", "point", "step", "rank"),
     [
@@ -79,6 +80,7 @@ def test_a_window_done_again_has_the_same_bits(
     assert f"Replica {rank} continues from step" in trained.errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loser", [0, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("plan", [AVERAGE, pytest.param(PACKED, marks=pytest.mark.full)])
 def test_who_has_not_heard_that_all_agreed_follows_who_has(start, plan: str, loser: int) -> None:
@@ -92,6 +94,7 @@ def test_who_has_not_heard_that_all_agreed_follows_who_has(start, plan: str, los
     check_same(other, one)
 
 
+@pytest.mark.quick("local.agreed")
 @pytest.mark.parametrize("point", ["local.brought", "local.agreed"])
 def test_a_group_that_breaks_without_a_death_agrees_once(
     start, undisturbed_under, point: str
@@ -152,6 +155,7 @@ def test_an_evaluation_and_a_save_after_a_window(start, rank: int) -> None:
     assert 60 in saved and any(24 < step < 60 for step in saved)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "save"),
     [
@@ -171,7 +175,8 @@ def test_where_one_cannot_be_replaced_all_begin_from_the_checkpoint(
     assert all("was ended, since rank 1 was killed" in event["how"] for event in others)
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_kills", [1, 40])
 @pytest.mark.timeout(900)
 def test_kills_at_random_moments(
     start, undisturbed_under, draws: random.Random, num_kills: int

@@ -26,6 +26,7 @@ def check_whole(trained: Trained) -> None:
     assert not list((trained.run_dir / "servers").glob("*")), "a journal was left"
 
 
+@pytest.mark.quick("step.computed-22-1")
 @pytest.mark.parametrize(
     ("point", "step", "rank"),
     [
@@ -43,6 +44,7 @@ def test_a_replica_killed_within_a_window(start, point: str, step: int, rank: in
     assert f"Replica {rank} continues from step" in trained.errors
 
 
+@pytest.mark.quick("server.applied")
 @pytest.mark.parametrize("point", ["server.push", "server.applied"])
 def test_a_server_killed_while_a_window_ends(start, point: str) -> None:
     whole = start(plan=PLAN).wait()
@@ -52,6 +54,7 @@ def test_a_server_killed_while_a_window_ends(start, point: str) -> None:
     check_survivors(trained, [4])
 
 
+@pytest.mark.quick("staleness=1")
 @pytest.mark.parametrize("bound", ["staleness=any", "staleness=1"])
 def test_out_of_lockstep_the_others_go_on(start, bound: str) -> None:
     trained = start("step.computed:kill:member=1:step=22", plan=f"{PLAN} {bound}").wait()
@@ -80,7 +83,8 @@ def test_a_stop_is_at_the_end_of_a_window(start, plan: str) -> None:
     assert again.exit_code == 0 and again.result["steps"] == NUM_STEPS, again.errors
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_kills", [1, 40])
 @pytest.mark.timeout(900)
 def test_kills_at_random_moments(start, draws: random.Random, num_kills: int) -> None:
     for attempt in range(num_kills):

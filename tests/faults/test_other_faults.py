@@ -45,6 +45,7 @@ def test_a_rank_that_is_stopped_for_good_is_evicted(start, undisturbed) -> None:
     check_recovered(trained, {1: "silent"})
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_for_a_moment_is_kept(start, undisturbed) -> None:
     training = start(pause=0.01)
     training.wait_for_step(5)
@@ -56,6 +57,7 @@ def test_a_rank_that_is_stopped_for_a_moment_is_kept(start, undisturbed) -> None
     check_survivors(trained, [])
 
 
+@pytest.mark.full
 def test_the_recipes_own_error_ends_the_run(start) -> None:
     trained = start(recipe="raises").wait()
     assert trained.exit_code == 1
@@ -90,6 +92,7 @@ def test_leaving_early_with_another_code_is_told_apart(start) -> None:
     assert "exited with code 7 before the run was done" in trained.last_words
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("action", "name"),
     [("segfault", "SIGSEGV"), pytest.param("abort", "SIGABRT", marks=pytest.mark.full)],
@@ -101,6 +104,7 @@ def test_a_crash_is_repaired_and_told_by_its_signal(start, undisturbed, action, 
     assert f"rank 2 was killed by {name}" in trained.errors
 
 
+@pytest.mark.full
 def test_the_same_step_failing_three_times_ends_the_run(start) -> None:
     # Members 3 and 4 are the spares that take the seat of rank 1.
     trained = start(*(f"step.computed:kill:member={m}:step=20" for m in (1, 3, 4))).wait()
@@ -110,6 +114,7 @@ def test_the_same_step_failing_three_times_ends_the_run(start) -> None:
     assert_alone(trained)
 
 
+@pytest.mark.quick("ctrl-c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
 def test_a_signal_stops_after_a_step_that_all_agree_on(start, undisturbed, number) -> None:
     training = start(pause=0.02)
@@ -135,6 +140,7 @@ def test_ctrl_c_twice_ends_at_once(start) -> None:
     assert "interrupted twice" in trained.last_words
 
 
+@pytest.mark.full
 def test_ctrl_c_and_a_kill_together(start) -> None:
     training = start(pause=0.02)
     training.wait_for_step(5)
@@ -181,6 +187,7 @@ def test_a_slow_rank_is_named_and_given_less_work(pool: Pool, tmp_path: Path) ->
     assert list(moved["slow"]) == ["1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["data=2", pytest.param("data=2 zero=2", marks=pytest.mark.full)])
 def test_a_slow_rank_is_named_where_no_work_can_move(pool: Pool, tmp_path: Path, plan: str) -> None:
     recipe = f"{Path(__file__).parent / 'tiny.py'}:one_slow"
@@ -233,6 +240,7 @@ def is_told(training: Training) -> bool:
 MORE = ("tensor=2", "data=2 zero=3", "data=2 local_steps=2", "data=2 sync=server staleness=any")
 
 
+@pytest.mark.quick("model-data=2-rank 1")
 @pytest.mark.parametrize(
     ("where", "plan", "who"),
     [
@@ -249,6 +257,7 @@ def test_who_hangs_is_named_with_its_line_and_nobody_else(start, where, plan, wh
     check_named(interrupt_twice(training), who)
 
 
+@pytest.mark.full
 def test_whom_a_stop_waits_for_is_named(start) -> None:
     training = start(recipe="sticking", plan="data=2", where="model", while_stopping=True)
     training.wait_for_step(4)
@@ -257,6 +266,7 @@ def test_whom_a_stop_waits_for_is_named(start) -> None:
     check_named(interrupt_twice(training), "rank 1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "last"),  # the step before the one that hangs: a pipeline has four losses a step
     [("data=2", 4), pytest.param("pipeline=2", 1, marks=pytest.mark.full)],
@@ -281,6 +291,7 @@ def test_a_run_that_is_told_to_stop_ends_whatever_its_ranks_do(start, plan: str,
     assert wait_until(lambda: not any(map(is_alive, processes)), 10)
 
 
+@pytest.mark.full
 def test_a_signal_to_all_processes_at_once_is_a_clean_stop(start, undisturbed) -> None:
     """As service managers and batch systems send it."""
     training = start(pause=0.02)

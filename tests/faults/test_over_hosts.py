@@ -159,6 +159,7 @@ def test_checkpoints_go_to_a_place_that_all_see(
     assert sorted(path.name[-2:] for path in (tmp_path / "shared").iterdir()) == ["20", "40"]
 
 
+@pytest.mark.full
 def test_a_host_without_the_place_of_checkpoints_is_told_before_the_first_step(
     begin: Begin,
 ) -> None:

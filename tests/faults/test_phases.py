@@ -42,6 +42,7 @@ def test_a_kill_within_a_step(start, undisturbed_phases, point: str, rank: int, 
     assert trained.result["recoveries"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "point", ["step.exchanged", pytest.param("phase.committed", marks=pytest.mark.full)]
 )

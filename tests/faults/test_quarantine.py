@@ -75,6 +75,7 @@ def test_a_batch_that_is_all_left_out_changes_nothing(
         faults.check_same(run, runs[0])
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_a_batch_that_is_all_left_out(
     pool: Pool, tmp_path: Path, one: Trained
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_run_that_has_only_bad_samples_fails(pool: Pool, tmp_path: Path) -> No
     assert "Quarantine left out all 24 samples, so nothing was trained" in trained.last_words
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_a_sample_that_hangs_is_told_of_and_ends_the_run(
     pool: Pool, tmp_path: Path, loaders: int

@@ -35,6 +35,7 @@ def check(trained: Trained, undisturbed: Trained, plans: list[str]) -> None:
     check_sizes(trained, plans, NUM_STEPS)
 
 
+@pytest.mark.quick("replicas")
 @pytest.mark.parametrize(
     "served",
     ["", SERVED, pytest.param(f"{SERVED} copies=2", marks=pytest.mark.full)],
@@ -54,6 +55,7 @@ def test_ranks_come_and_go(start, undisturbed, served: str) -> None:
     assert trained.result["recoveries"] == trained.result["steps_again"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "bound", [pytest.param("staleness=2", marks=pytest.mark.full), "staleness=any"]
 )
@@ -131,6 +133,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(start, undisturbed, tmp_p
         send_request(tmp_path / "nowhere", resize="data=1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan", ["data=2 zero=1 pieces=3", pytest.param("tensor=2", marks=pytest.mark.full)]
 )
@@ -164,6 +167,7 @@ FAULTS = {  # where who is killed, and whether the run then has the new size
 QUICK = {("server.parted", 3), ("server.moving", 2), ("seat.ready", 5)}
 
 
+@pytest.mark.quick("data=1 servers=1-server.moving-2-True")
 @pytest.mark.parametrize(
     ("size", "point", "member", "comes_through"),
     [
@@ -192,6 +196,7 @@ def test_a_death_in_a_resize(
         assert "the run keeps its size" in trained.errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("served", "size"),
     [("", "data=1"), pytest.param(SERVED, "data=1 servers=1", marks=pytest.mark.full)],
@@ -209,6 +214,7 @@ def test_who_was_to_leave_stays_if_the_only_other_one_dies(
     assert trained.pids()[-1][0] == trained.pids()[0][1]
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_the_size_and_the_next_attempt_is_free(start, undisturbed) -> None:
     training = start("server.parting:full:member=3", pause=0.01, plan=f"data=2 pieces=3 {SERVED}")
     training.wait_for_step(5)
@@ -267,6 +273,7 @@ def test_evaluations_saves_and_loaders_go_on(start) -> None:
     assert not trained.events("save-failed")
 
 
+@pytest.mark.full
 def test_a_model_that_trains_on_one_rank_alone_takes_in_no_other(start) -> None:
     training = start(recipe="sparse", plan="data=1 pieces=2", pause=0.05)
     training.wait_for_step(1)
@@ -274,6 +281,7 @@ def test_a_model_that_trains_on_one_rank_alone_takes_in_no_other(start) -> None:
     assert training.wait().exit_code == 0
 
 
+@pytest.mark.full
 def test_one_resize_at_a_time(start, undisturbed) -> None:
     """A newcomer takes its time, so the second command comes while the first waits."""
     training = start(pause=0.01, plan="data=2 pieces=3", options=("--spares", "0"))
@@ -293,6 +301,7 @@ def test_one_resize_at_a_time(start, undisturbed) -> None:
     check(training.wait(), undisturbed, ["data=3 pieces=3"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "caller", ["gone", *(pytest.param(c, marks=pytest.mark.full) for c in ("silent", "noisy"))]
 )

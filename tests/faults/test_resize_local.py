@@ -48,6 +48,7 @@ def check_played(trained: Trained, plan: str, recipe: str) -> None:
     check_ledger(trained, NUM_STEPS)
 
 
+@pytest.mark.quick("data=2 local_steps=4 pieces=6-mlp-sizes0")
 @pytest.mark.parametrize(
     ("plan", "recipe", "sizes"),
     [
@@ -74,6 +75,7 @@ def test_replicas_come_and_go(start, plan: str, recipe: str, sizes: list[str]) -
     assert trained.pids()[0][0] == trained.pids()[-1][0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bound", ["staleness=1", pytest.param("staleness=any", marks=full)])
 def test_out_of_lockstep_all_meet_at_the_end_of_a_window(start, bound: str) -> None:
     training = start(pause=0.01, plan=f"{SERVED} {bound} damping=inverse")
@@ -131,6 +133,7 @@ FAULTS = {  # where who is killed
 QUICK = {(NESTEROV, "handover.sharing", 0), (SERVED, "server.moving", 2)}
 
 
+@pytest.mark.quick("data=2 local_steps=4 outer=nesterov:0.7:0.5 pieces=6-data=3-handover.sharing-0")
 @pytest.mark.parametrize(
     ("plan", "size", "point", "member"),
     [
@@ -150,6 +153,7 @@ def test_a_death_in_a_resize(start, plan: str, size: str, point: str, member: in
     assert trained.result["recoveries"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("plan", "armed"),
     [
@@ -175,6 +179,7 @@ def test_a_group_that_breaks_after_it_was_asked_meets_one_window_later(
     check_played(trained, plan, "stateless")
 
 
+@pytest.mark.full
 def test_a_newcomer_whose_group_breaks_before_it_has_the_anchor_takes_it_in_the_next(start) -> None:
     training = start("local.joining:lose:member=4", pause=0.01, plan=SERVED, recipe="stateless")
     training.wait_for_step(5)

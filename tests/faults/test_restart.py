@@ -67,6 +67,7 @@ def test_all_go_on_from_the_checkpoint(pool: Pool, tmp_path: Path, plan: str, po
     assert all("was ended, since rank 1 was killed" in event["how"] for event in others)
 
 
+@pytest.mark.full
 def test_without_a_checkpoint_all_begin_again(pool: Pool, tmp_path: Path) -> None:
     run = Runs(pool, tmp_path, "data=2 zero=1")
     trained = run("step.begin:kill:member=0:step=15", save_every=None)

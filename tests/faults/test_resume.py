@@ -57,6 +57,7 @@ def test_saving_does_not_change_what_is_trained(train, undisturbed: Trained) -> 
     assert saved == [event["step"] for event in trained.events("saved")][-3:]
 
 
+@pytest.mark.full
 def test_three_resumes_at_odd_steps(train, undisturbed: Trained) -> None:
     done = 0
     for number in range(3):
@@ -121,6 +122,7 @@ def test_all_ranks_lost_at_once_go_on_from_the_checkpoint(train, undisturbed: Tr
     assert trained.result["steps_again"] < EVERY + 10
 
 
+@pytest.mark.quick("checkpoint.after_chunk-1", "checkpoint.committed-0")
 @pytest.mark.parametrize(
     ("point", "member"),
     [
@@ -136,6 +138,7 @@ def test_a_kill_during_a_save(train, undisturbed: Trained, point: str, member: i
     assert checkpoints(trained.run_dir)[-1] == NUM_STEPS
 
 
+@pytest.mark.quick("checkpoint.begun-0")
 @pytest.mark.parametrize(
     ("point", "member"),
     [
@@ -180,6 +183,7 @@ def test_a_bad_checkpoint_is_passed_over(train, undisturbed: Trained) -> None:
     assert all("passed over" in line for line in told[at - 2 : at])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damaged", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_what_one_rank_finds_damaged_all_ranks_pass_over(
     train, undisturbed: Trained, damaged: int
@@ -215,6 +219,7 @@ def test_one_command_is_given_again_until_the_run_is_done(train, undisturbed: Tr
     assert done.result["loss"] == undisturbed.result["loss"]
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_while_it_was_prepared_can_begin(train, tmp_path: Path) -> None:
     """It left logs, and an owner that is gone."""
     (tmp_path / "run" / "logs").mkdir(parents=True)
@@ -254,6 +259,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_anew(train, plan: str) -
     assert train(pause=0, plan=plan, steps=12).wait().model() == model
 
 
+@pytest.mark.full
 def test_a_run_whose_manifests_are_all_damaged_begins_anew(train) -> None:
     stopped = train(pause=0, steps=4).wait()
     folder = stopped.run_dir / "checkpoints"
@@ -265,6 +271,7 @@ def test_a_run_whose_manifests_are_all_damaged_begins_anew(train) -> None:
     check_ledger(trained, 8)
 
 
+@pytest.mark.full
 def test_checkpoints_that_may_be_good_are_not_begun_over(train, tmp_path: Path) -> None:
     """Another model's, or a link's, or of a key that is not the one: what they hold is no loss."""
     assert train(pause=0, steps=4).wait().exit_code == 0
@@ -283,6 +290,7 @@ def test_checkpoints_that_may_be_good_are_not_begun_over(train, tmp_path: Path) 
     assert linked.exit_code == 2 and "is a link" in linked.last_words
 
 
+@pytest.mark.full
 def test_a_run_without_a_checkpoint_begins_anew_as_it_began(train, tmp_path: Path) -> None:
     training = train(pause=0.02, save_every=1000)
     training.wait_for_step(2)
@@ -307,6 +315,7 @@ def test_a_run_without_a_checkpoint_begins_anew_as_it_began(train, tmp_path: Pat
     assert trained.exit_code == 0 and len(trained.steps()) == NUM_STEPS
 
 
+@pytest.mark.full
 def test_a_new_directory_goes_on_from_checkpoints_elsewhere(pool: Pool, tmp_path: Path) -> None:
     """As on another machine, whose disk has nothing of the run."""
     there = ("--checkpoints", str(tmp_path / "there"), "--resume")
@@ -331,6 +340,7 @@ def test_a_new_directory_goes_on_from_checkpoints_elsewhere(pool: Pool, tmp_path
     assert changed.exit_code == 2 and "batch_size was 12 and is 6 now" in changed.last_words
 
 
+@pytest.mark.full
 def test_checkpoints_are_not_left_behind_by_chance(train, tmp_path: Path, pool: Pool) -> None:
     assert train(pause=0, steps=4).wait().exit_code == 0
     options = ("--resume", "--checkpoints", str(tmp_path / "elsewhere"))
@@ -433,6 +443,7 @@ def test_what_no_checkpoint_can_hold_is_refused_before_it_is_trained(
     assert "model.safetensors was not written: phases is complex128" in trained.errors
 
 
+@pytest.mark.full
 def test_a_bad_checkpoint_is_never_kept_in_place_of_a_good_one(train, tmp_path: Path) -> None:
     """One of an earlier life of the run, later than those that come, counts for nothing."""
     store = DirectoryStore(tmp_path / "run" / "checkpoints")
@@ -448,6 +459,7 @@ def test_a_bad_checkpoint_is_never_kept_in_place_of_a_good_one(train, tmp_path: 
         CheckpointReader(store, name).verify()
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_what_it_was_given(train, tmp_path: Path) -> None:
     assert train(steps=4, save_every=4, pause=0.05).wait().exit_code == 0
     trained = train(steps=14, resume=True).wait()
@@ -455,6 +467,7 @@ def test_a_run_goes_on_with_what_it_was_given(train, tmp_path: Path) -> None:
     assert saved[-1] == 14 and 8 in saved, saved
 
 
+@pytest.mark.full
 def test_checkpoints_of_another_run_are_not_gone_on_from_by_chance(
     pool: Pool, tmp_path: Path
 ) -> None:

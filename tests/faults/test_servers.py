@@ -45,6 +45,7 @@ def test_servers_change_nothing(start, undisturbed: Trained) -> None:
     check(start(plan=LOCKSTEP).wait(), undisturbed, [])
 
 
+@pytest.mark.quick("server.applied-4")
 @pytest.mark.parametrize(
     ("point", "server"),
     [
@@ -74,6 +75,7 @@ def test_a_worker_killed_within_a_step(start, undisturbed, point: str, rank: int
     check(trained, undisturbed, [rank])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("point", "member"),
     [("seat.here", 3), pytest.param("seat.forming", 1, marks=pytest.mark.full)],
@@ -83,6 +85,7 @@ def test_a_kill_while_the_first_group_forms(start, undisturbed, point: str, memb
     check(trained, undisturbed, [member])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "point", [pytest.param("server.push", marks=pytest.mark.full), "server.applied"]
 )
@@ -93,7 +96,8 @@ def test_a_server_and_a_worker_at_once(start, undisturbed, point: str) -> None:
     check_ledger(trained, NUM_STEPS)
 
 
-@pytest.mark.parametrize("num_kills", [1, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_kills", [1, 50])
 @pytest.mark.parametrize("plan", [LOCKSTEP, pytest.param(COPIED, marks=pytest.mark.full)])
 @pytest.mark.timeout(900)
 def test_kills_at_random_moments(
@@ -110,6 +114,9 @@ def test_kills_at_random_moments(
         assert trained.result["recoveries"] == 1, f"kill {attempt}"
 
 
+@pytest.mark.quick(
+    "server.applied:kill:member=4:step=20-data=3 sync=server servers=2-staleness=any",
+)
 @pytest.mark.parametrize(
     "bound", [pytest.param("staleness=2", marks=pytest.mark.full), "staleness=any"]
 )
@@ -135,6 +142,7 @@ AHEAD = [
 ]
 
 
+@pytest.mark.quick("staleness=any-20-1")
 @pytest.mark.parametrize("num_dead", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("bound", "every"), AHEAD)
 def test_one_that_dies_ahead_of_the_others_does_not_keep_them(
@@ -176,6 +184,7 @@ def test_a_stop_out_of_lockstep_is_after_one_step_for_all(start, bound: str) -> 
     assert steps == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.quick("one")
 @pytest.mark.parametrize("plan", [LOCKSTEP, "data=4 sync=server hosts=2"], ids=["one", "host"])
 def test_a_server_that_is_told_to_end_lets_all_stop_and_save(start, plan: str) -> None:
     """The last one: in a plan with hosts it is a host's own."""
@@ -201,6 +210,7 @@ def test_the_secret_of_a_run_is_in_none_of_its_files(start, tmp_path) -> None:
     assert training.wait().exit_code == 0
 
 
+@pytest.mark.full
 def test_what_a_successor_does_again_may_take_longer_than_a_group_has_to_form(start) -> None:
     """Twenty steps of 0.4 s, where nobody may be missing for 5 s."""
     options = ("--form-timeout", "5")
@@ -213,6 +223,7 @@ def test_what_a_successor_does_again_may_take_longer_than_a_group_has_to_form(st
     check_survivors(trained, [4])
 
 
+@pytest.mark.full
 def test_a_death_in_the_first_step_is_repaired(start, undisturbed) -> None:
     """Servers are a step ahead of all workers, who hold the first weights."""
     trained = start("server.applied:kill:member=4:step=0", plan=LOCKSTEP).wait()
@@ -245,12 +256,14 @@ def test_a_server_that_stands_still_is_replaced(start, undisturbed) -> None:
     check_survivors(trained, [3])
 
 
+@pytest.mark.full
 def test_copies_change_nothing(start, undisturbed: Trained) -> None:
     trained = start(plan=COPIED).wait()
     check(trained, undisturbed, [])
     assert not (trained.run_dir / "servers").exists(), "copies need no journal"
 
 
+@pytest.mark.quick("server.applied-3")
 @pytest.mark.parametrize(
     ("point", "server"),
     [
@@ -290,6 +303,7 @@ def test_both_holders_of_a_shard_at_once_end_the_run_with_a_way_out(start) -> No
     assert "The newest checkpoint is of step " in trained.last_words
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_worker_that_is_lost_after_the_last_step(start, undisturbed, rank: int) -> None:
     """Its successor hears of the last step, and then ends with the others."""

@@ -129,6 +129,7 @@ def test_two_hosts_train_the_bits_of_one(begin, cable, alone: Trained) -> None:
     check_no_secret_told(run_dir, keys)
 
 
+@pytest.mark.full
 def test_a_gradient_crosses_the_cable_once_a_host(begin, cable) -> None:
     """Each step sends one push and one pull a host: of two servers half of each lies beyond."""
     sent = []
@@ -279,6 +280,7 @@ def test_a_run_goes_on_without_the_hosts_of_one_that_was_killed(begin, start) ->
     check_nothing_left(run_dir)
 
 
+@pytest.mark.full
 def test_a_first_host_that_is_lost_ends_the_others(begin) -> None:
     spanning = begin(options=IMPATIENT, pause=0.01)
     spanning.training.wait_for_step(5)
@@ -316,6 +318,7 @@ def test_a_run_that_spans_hosts_goes_on(pool: Pool, begin, start, alone: Trained
     check_same(trained, alone)
 
 
+@pytest.mark.full
 def test_a_third_host_is_told_that_the_run_is_full(pool: Pool, begin) -> None:
     """Also once there are checkpoints, which are none of its business."""
     spanning = begin(pause=0.1, save_every=2)
@@ -328,6 +331,7 @@ def test_a_third_host_is_told_that_the_run_is_full(pool: Pool, begin) -> None:
     assert spanning.wait()[0].exit_code == 75
 
 
+@pytest.mark.full
 def test_a_run_that_lost_a_host_before_its_first_checkpoint_begins_anew(
     pool: Pool, begin, start
 ) -> None:

@@ -171,6 +171,7 @@ def check_end(trained: Trained, faults: list[Fault]) -> None:
         assert "--resume" in trained.last_words
 
 
+@pytest.mark.quick("10-data=3 sync=server servers=2")
 @pytest.mark.parametrize(
     "case",
     [

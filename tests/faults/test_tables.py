@@ -33,6 +33,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return trained.wait()
 
 
+@pytest.mark.quick("server.applied:kill:member=3")
 @pytest.mark.parametrize(
     "fault", [*QUICK, *(pytest.param(fault, marks=pytest.mark.full) for fault in FULL)]
 )
@@ -43,6 +44,7 @@ def test_a_death_within_a_step(start, alone: Trained, fault: str) -> None:
     assert trained.result["recoveries"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", [20, pytest.param(0, marks=pytest.mark.full)])
 def test_a_server_and_a_worker_at_once(start, alone: Trained, step: int) -> None:
     """The newcomer among workers has seen no row of the batch, which one server has stepped on."""
@@ -159,6 +161,7 @@ def test_a_checkpoint_of_a_lazy_table_moves_to_other_plans(start, lazily_alone: 
     assert first.model() == lazily_alone.model()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault",
     [

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from shoal.comm.buckets import GradientBuckets
 from shoal.comm.collectives import Group, Pending
 from shoal.comm.compression import CompressedSum
+from shoal.comm.undo_log import UndoLog
 from shoal.data.batches import Piece
 from shoal.numerics.fragments import FragmentSchedule
 from shoal.numerics.norms import gradient_norm
@@ -23,6 +24,7 @@ from shoal.sync.allreduce import AllReduce
 from shoal.sync.averaging import StagedAverage
 from shoal.sync.buffers import BufferMeans
 from shoal.sync.consistency import Consistency
+from shoal.sync.host_state import MemoryLayout
 from shoal.sync.local import LocalSGD
 from shoal.sync.server.lookups import WorkerLookups
 from shoal.sync.server.shard import ServerShard
@@ -148,6 +150,23 @@ def parameter_left_out() -> None:
 
     AllReduce.attach = attach_and_keep  # type: ignore[method-assign]
     AllReduce._agree = agree_but_for_one  # type: ignore[method-assign]
+
+
+def peer_left_out() -> None:
+    """Ranks that read gradients where their peers have them read those of the first alone."""
+    MemoryLayout.sum = lambda self: self.first_gradient(0)  # type: ignore[method-assign]
+
+
+def chunk_stepped_on_twice() -> None:
+    """As after a death, if nobody put back what was there."""
+    original = UndoLog._finish
+
+    def finish(self: UndoLog, chunks: Any, rank: int, first: int) -> None:
+        if rank == 0:
+            chunks.change(rank, 0)
+        original(self, chunks, rank, first)
+
+    UndoLog._finish = finish  # type: ignore[method-assign]
 
 
 def last_gradient_times(factor: float) -> Callable[[], None]:
@@ -450,6 +469,8 @@ BUGS: dict[str, Callable[[], None]] = {
     "buffers of one rank": buffers_of_one_rank,
     "buffers stay local": buffers_stay_local,
     "parameter left out": parameter_left_out,
+    "peer left out": peer_left_out,
+    "chunk stepped on twice": chunk_stepped_on_twice,
     "small gradient off": last_gradient_times(1.01),
     "small gradient missing": last_gradient_times(0.0),
     "sample lost": sample_lost,

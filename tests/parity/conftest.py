@@ -1,6 +1,7 @@
 """`shoal verify` for tests, in a fork of the pool's warm process."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,8 @@ import pytest
 
 from shoal.cli.main import run_here
 from shoal.testing.ranks import Pool
+from tests import zoo
+from tests.parity import families
 
 
 class Verified(NamedTuple):
@@ -29,6 +32,32 @@ def verify_broken(bug: str, words: list[str]) -> int:
 
         BUGS[bug]()
     return run_here(words)
+
+
+OF_TRANSFORMERS = ("gpt2", "llama", "bert", "t5", "bart")  # of the zoo
+
+
+def import_models(names: Collection[str]) -> None:
+    """Import all that these need, which takes longer than to train them."""
+    for name in names:
+        getattr(zoo if name in OF_TRANSFORMERS else families, name)().model()
+
+
+@pytest.fixture(scope="session")
+def warm_pool(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    pools: list[Pool],
+    private_temporary_directory: object,
+) -> Iterator[Pool]:
+    """A pool whose warm process has imported packages of others, and the models of this run."""
+    cells = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    known = (*OF_TRANSFORMERS, *families.TRANSFORMERS, *families.OTHERS)
+    names = {cell["model"] for cell in cells if cell.get("model") in known}
+    with Pool(tmp_path_factory.mktemp("warm"), warm_up=partial(import_models, names)) as made:
+        pools.append(made)
+        yield made
+        pools.remove(made)
 
 
 @pytest.fixture

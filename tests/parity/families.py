@@ -6,7 +6,7 @@ parameters. Each is a recipe, so that tests name it as a user would: `families.p
 are on where the configuration has them on, and the loss is the model's own where it makes one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,12 +57,6 @@ OTHERS = {
 }
 NUM_SAMPLES, LENGTH, TOKENS, KINDS, IGNORED = 24, 12, 40, 5, -100
 Inputs = dict[str, Tensor]
-
-
-def warm_up(names: Iterable[str]) -> None:
-    """Import all that these need, which takes longer than to train them."""
-    for name in names:
-        globals()[name]().model()
 
 
 # ---- data

@@ -21,6 +21,7 @@ def unlike(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     ]
 
 
+@pytest.mark.quick("2-clipped", "3-tokens", "4-network")
 @pytest.mark.parametrize("recipe", ["network", "clipped", "tokens"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_any_number_of_ranks_gives_the_same_bits(pool: Pool, recipe: str, num_ranks: int) -> None:

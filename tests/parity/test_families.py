@@ -4,8 +4,6 @@ Each cell is a `shoal verify`, and ends the same or within the model's own round
 cannot do with a model it refuses, in a sentence.
 """
 
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,22 +54,6 @@ def test_there_are_as_many_as_promised() -> None:
     assert len(TRANSFORMERS) == 25 and len(OTHERS) == 10
     assert all(callable(getattr(families, name)) for name in NAMES)
     assert len(QUICK) == 12 and all(model in NAMES and plan in PLANS for model, plan in QUICK)
-
-
-@pytest.fixture(scope="module")
-def warm_pool(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    pools: list[Pool],
-    private_temporary_directory: object,
-) -> Iterator[Pool]:
-    """A pool whose warm process has imported the packages, and the models of this test run."""
-    cells = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    names = {cell["model"] for cell in cells if cell.get("model") in NAMES}
-    with Pool(tmp_path_factory.mktemp("warm"), warm_up=partial(families.warm_up, names)) as made:
-        pools.append(made)
-        yield made
-        pools.remove(made)
 
 
 @pytest.mark.timeout(240)  # the first of them waits for the packages

@@ -135,6 +135,7 @@ def test_a_ring_of_plans(pool: Pool, runs: Runs, tmp_path: Path, before: str, af
     check(pool, runs, tmp_path, "gpt", before, after)
 
 
+@pytest.mark.quick("data=2 sync=server servers=2-data=2 zero=1")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -262,6 +263,7 @@ def moved(
     return opened(there, MIDDLE)
 
 
+@pytest.mark.full
 def test_a_fragment_under_way_is_sent_again(
     pool: Pool, runs: Runs, outer: Path, tmp_path: Path
 ) -> None:

@@ -87,6 +87,13 @@ QUICK_MODELS = {
 }
 
 
+@pytest.mark.quick(
+    "tied-data=3-pieces=6",
+    "unused-data=4",
+    "groups-data=2-precision=fp16",
+    "noisy-data=2-sums=ring",
+    "frozen-data=2-local_steps=4",
+)
 @pytest.mark.parametrize(("model", "plan"), cases(MODELS, PLANS, QUICK_MODELS))
 def test_a_model_unlike_the_recipes(verify: Any, model: str, plan: str) -> None:
     if model == "recurrent" and "precision" in plan:
@@ -98,6 +105,7 @@ COMPILED = ["whole", "whole-in-place", "blocks", "blocks-in-place"]
 QUICK_COMPILED = {("whole", "data=2"), ("blocks-in-place", "data=2 zero=1")}
 
 
+@pytest.mark.quick("whole-data=2")
 @pytest.mark.parametrize(
     ("how", "plan"),
     cases(COMPILED, ["data=2", "data=2 zero=1", "data=2 zero=2", "data=2 zero=3"], QUICK_COMPILED),

@@ -57,6 +57,15 @@ def same(verify: Any, recipe: str, plan: str, steps: int) -> dict[str, Any]:
     return verdict
 
 
+@pytest.mark.quick(
+    "data=4 sync=server servers=3 hosts=2 precision=fp16-loud",
+    "data=3 sync=server servers=2 pieces=4 codec=fp16-noisy",
+    "data=2 sync=server servers=2-noisy",
+    "data=4 sync=server servers=2 combine=trimmed:0.3-poisoned",
+    "data=3 sync=server servers=2 combine=median-noisy",
+    "data=2 sync=server servers=2 copies=2-tied",
+    "data=2 sync=server precision=bf16-frozen",
+)
 @pytest.mark.parametrize(
     ("plan", "recipe"),
     [
@@ -69,6 +78,11 @@ def test_in_lockstep_it_is_what_one_process_trains(verify: Any, plan: str, recip
     assert verdict["identical"] or "precision" in plan
 
 
+@pytest.mark.quick(
+    "data=2 sync=server servers=3 copies=3 staleness=any-unused",
+    "data=2 sync=server servers=2 staleness=2 damping=inverse rates=1:0.5-groups",
+    "data=2 sync=server staleness=any accumulate=2 codec=bf16-tied",
+)
 @pytest.mark.parametrize(("plan", "recipe"), APART.items())
 def test_else_it_is_what_its_pushes_and_pulls_make(verify: Any, plan: str, recipe: str) -> None:
     assert same(verify, f"{UNLIKE}:{recipe}", plan, steps=8)["identical"]

@@ -30,6 +30,12 @@ FULL = [
 ]
 
 
+@pytest.mark.quick(
+    "rowwise-data=2 sync=server servers=2",
+    "seldom-data=3 sync=server servers=2",
+    "lazy-data=2 sync=server servers=2",
+    "bags-data=2 sync=server servers=2",
+)
 @pytest.mark.parametrize(
     ("recipe", "plan"),
     [*QUICK.items(), *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)],

@@ -15,7 +15,7 @@ class Caught(NamedTuple):
     recipe: str
     what: str
     name: str
-    plan: str = "data=2"
+    plan: str = "data=2 memory=apart"
     step: int = 1
     rank: int = 0
 
@@ -30,12 +30,16 @@ CAUGHT = [
     Caught("buffers of one rank", "noisy", "buffer", "1.running_mean"),
     Caught("buffers stay local", "noisy", "buffer", "1.running_mean"),
     Caught("parameter left out", "unclipped", "gradient", "2.weight"),
+    Caught("peer left out", "unclipped", "gradient", "0.weight", plan="data=2"),
+    Caught("chunk stepped on twice", "unclipped", "weight", "0.weight", plan="data=2"),
     Caught("small gradient off", "faint", "gradient", "faint.bias"),
     Caught("small gradient missing", "faint", "gradient", "faint.bias"),
     Caught("sample lost", "plain", "loss", ""),
     Caught("mask as numbers", "attends", "loss", ""),
     Caught("weight as a mean", "weighted", "loss", ""),
-    Caught("last piece lost", "plain", "gradient", "0.weight", plan="data=2 accumulate=2"),
+    Caught(
+        "last piece lost", "plain", "gradient", "0.weight", plan="data=2 accumulate=2 memory=apart"
+    ),
     Caught("rate of the rank", "groups", "weight", "0.weight"),
     Caught("NaN on the way", "plain", "weight", "0.weight", step=2, rank=1),
     Caught("frozen weight drifts", "frozen", "weight", "0.weight", rank=1),
@@ -92,7 +96,7 @@ def test_a_bug_is_caught_and_named(verify: Any, case: Caught) -> None:
 @pytest.mark.parametrize(
     ("bug", "plan", "words"),
     [
-        ("silence", "data=2", "at step 1 rank 0 sent 0 bytes"),
+        ("silence", "data=2 memory=apart", "at step 1 rank 0 sent 0 bytes"),
         ("talks all the time", "data=2 local_steps=3", "a step in which replicas work alone"),
     ],
 )
@@ -119,7 +123,7 @@ def test_a_model_that_magnifies_an_ulp_is_not_an_error(verify: Any) -> None:
 @pytest.mark.parametrize(
     ("recipe", "plan"),
     [
-        ("noisy", "data=2"),
+        ("noisy", "data=2 memory=apart"),
         pytest.param("tied", "data=2 zero=2", marks=pytest.mark.full),
         pytest.param("noisy", "data=2 sync=server servers=2", marks=pytest.mark.full),
         ("groups", "data=2 local_steps=2 outer=nesterov codec=int8"),

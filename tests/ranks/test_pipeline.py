@@ -261,6 +261,17 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(
+    "mlp-gpipe",
+    "cnn-1f1b",
+    "unet-zbv",
+    "lstm-zero-bubble",
+    "moe-interleaved",
+    "encoder-1f1b",
+    "several-interleaved",
+    "frozen-gpipe",
+    "checkpointed-zbv",
+)
 @pytest.mark.parametrize(("name", "schedule"), PAIRS)
 def test_two_ranks_have_the_bits_of_one_process(pool: Pool, name: str, schedule: str) -> None:
     assert not wrong_with(pool.run(train, 2, name, schedule, 4, {}))

@@ -16,6 +16,10 @@ def exact(num_pieces: int) -> AllReduce:
     return AllReduce(num_pieces)
 
 
+def host_shared(num_pieces: int) -> AllReduce:
+    return AllReduce(num_pieces, apart="")
+
+
 def ring(num_pieces: int) -> AllReduce:
     return AllReduce(num_pieces, exact=False)
 
@@ -51,6 +55,14 @@ class TestAllReduce(StrategyConformance):
     @pytest.fixture
     def factory(self):
         return exact
+
+
+class TestHostShared(StrategyConformance):
+    holds_gradient = False
+
+    @pytest.fixture
+    def factory(self):
+        return host_shared
 
 
 class TestRing(StrategyConformance):

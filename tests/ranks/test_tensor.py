@@ -260,6 +260,23 @@ def worst_of(figures: dict[str, float]) -> float:
     return max(figures["loss"], figures["gradient"], figures["weight"])
 
 
+@pytest.mark.quick(
+    "mlp",
+    "lstm",
+    "gpt",
+    "moe",
+    "encoder",
+    "convnext",
+    "by hand",
+    "dropping",
+    "packed",
+    "in place",
+    "cached",
+    "padded",
+    "uneven",
+    "own function",
+    "distances",
+)
 @pytest.mark.parametrize("name", [*ZOO, *OWN])
 def test_a_cut_model_trains_as_the_whole_one(pool: Pool, name: str) -> None:
     """In fp64, where nothing but rounding may differ."""
@@ -270,6 +287,7 @@ def test_a_cut_model_trains_as_the_whole_one(pool: Pool, name: str) -> None:
         assert abs(figures["held"] - (1 - figures["share"] / 2)) < 1e-6, figures
 
 
+@pytest.mark.quick("mlp", "gpt")
 @pytest.mark.parametrize("name", LEAST_CUT)
 def test_in_fp32_it_does_so_up_to_rounding(pool: Pool, name: str) -> None:
     for figures in pool.run(train, 2, name, "float32"):

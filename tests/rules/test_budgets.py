@@ -70,7 +70,7 @@ LARGE_CLASSES = {
     # Records, each of whose fields a user reads or writes by its name.
     "Event": (0, 18),
     "Profile": (0, 29),
-    "RunView": (0, 29),
+    "RunView": (0, 21),
     "StartOptions": (0, 19),
     "StepInfo": (0, 16),
     "Explanation": (0, 18),

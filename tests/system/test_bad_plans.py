@@ -189,6 +189,30 @@ VERBS = [("train", name) for name in BAD]
 VERBS += [(v, n) for v in ("verify", "explain") for n in ("heads", "uneven rounds")]
 
 
+@pytest.mark.quick(
+    "train-heads",
+    "verify-heads",
+    "explain-heads",
+    "train-path by data",
+    "train-too many stages",
+    "train-too many fragments",
+    "train-servers and shards",
+    "train-more copies than servers",
+    "train-statistics in two stages",
+    "train-too few microbatches",
+    "train-nobody to share with",
+    "train-batch does not divide",
+    "train-short batch and servers",
+    "train-a table that shrinks",
+    "train-sparse gradients",
+    "train-a table by Adam",
+    "train-a table that is looked up again",
+    "train-a table and hosts",
+    "train-dtypes in one unit",
+    "train-a gradient in the forward",
+    "train-a checkpoint of its own",
+    "train-no blocks",
+)
 @pytest.mark.parametrize(("verb", "name"), VERBS)
 def test_it_is_refused_before_a_rank_starts(
     shoal: Shoal, tmp_path: Path, verb: str, name: str
@@ -221,6 +245,7 @@ AT_FIRST_STEP = {
 }
 
 
+@pytest.mark.quick("the middle of sums", "a shard read")
 @pytest.mark.parametrize("name", AT_FIRST_STEP)
 def test_what_only_a_forward_can_tell_is_refused_at_the_first_step(shoal: Shoal, name: str) -> None:
     bad = AT_FIRST_STEP[name]
@@ -255,6 +280,12 @@ GOOD_TOO = [
 ]
 
 
+@pytest.mark.quick(
+    "multiplies-tensor=2",
+    "tied-pipeline=2",
+    "counts-pipeline=2 schedule=interleaved",
+    "shared_statistics-data=2 zero=1",
+)
 @pytest.mark.parametrize(
     ("recipe", "plan"),
     [*GOOD, *(pytest.param(*case, marks=pytest.mark.full) for case in GOOD_TOO)],

@@ -56,6 +56,7 @@ def test_everything_goes_on_in_a_new_run(train: Train, first: Path, pool: Pool) 
     assert trained.model() == whole.model()
 
 
+@pytest.mark.quick("data=2", "pipeline=2")
 @pytest.mark.parametrize("plan", ["data=2", "data=2 zero=3", "pipeline=2", "data=2 sync=server"])
 def test_weights_alone_begin_at_step_1(train: Train, first: Path, plan: str) -> None:
     """A rate of 0 would not do: AdamW's first step moves each weight by the rate."""
@@ -68,6 +69,7 @@ def test_weights_alone_begin_at_step_1(train: Train, first: Path, plan: str) -> 
     assert [record["step"] for record in trained.steps()] == [1]
 
 
+@pytest.mark.full
 def test_a_finished_model_does_as_well(train: Train, first: Path) -> None:
     of_model = train(first / "model.safetensors", steps=2)
     of_checkpoint = train(checkpoint(first), steps=2)

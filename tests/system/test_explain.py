@@ -142,6 +142,21 @@ PLANS = [
 ]
 
 
+@pytest.mark.quick(
+    "gpt-data=2",
+    "gpt-data=4 sums=ring",
+    "cnn-data=2 pieces=4",
+    "gpt-data=4 zero=1",
+    "cnn-data=2 zero=2 accumulate=2",
+    "frozen-data=2 zero=3",
+    "gpt-pipeline=2 schedule=zbv microbatches=4",
+    "towers-pipeline=2 schedule=zero-bubble",
+    "cnn-tensor=2 recompute=blocks",
+    "gpt-data=2 pipeline=2 zero=2 microbatches=2",
+    "cnn-data=2 local_steps=2",
+    "mlp-data=2 zero=1 precision=fp16",
+    "bandit-data=2 zero=1",
+)
 @pytest.mark.parametrize(("recipe", "plan"), PLANS)
 def test_ranks_hold_and_send_what_was_said(pool: Pool, recipe: str, plan: str) -> None:
     run = run_of(recipe)
@@ -212,6 +227,11 @@ def test_every_strategy_is_held_against_what_it_sends() -> None:
     assert tried == every
 
 
+@pytest.mark.quick(
+    "cnn-data=4 sync=server hosts=2 pieces=8-3",
+    "gpt-data=2 sync=server servers=3 pieces=4 staleness=2 codec=bf16-3",
+    "cnn-data=2 sync=server servers=2 local_steps=2 codec=int8 deadline=300-2",
+)
 @pytest.mark.parametrize(("recipe", "plan", "times"), SERVED)
 def test_workers_push_what_was_said(
     pool: Pool, tmp_path: Path, recipe: str, plan: str, times: int
@@ -225,6 +245,7 @@ def test_workers_push_what_was_said(
     assert trained.result["bytes_sent"] == times * sent
 
 
+@pytest.mark.quick("data=2 sync=server staleness=1")
 @pytest.mark.parametrize(
     "plan", ["data=2 sync=server servers=2 pieces=6", "data=2 sync=server staleness=1"]
 )

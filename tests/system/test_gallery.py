@@ -61,6 +61,7 @@ def run_example(example: Example, directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.timeout(LONGEST_S)
 def test_the_quickest_example(tmp_path: Path) -> None:
     assert re.search(QUICK.says, run_example(QUICK, tmp_path))

@@ -67,6 +67,7 @@ def has_steps(run_dir: Path, count: int) -> Callable[[], bool]:
     return lambda: record.exists() and len(record.read_text().splitlines()) >= count
 
 
+@pytest.mark.quick("mpirun")
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "torchrun"])
 def test_each_process_is_a_rank_and_the_bits_are_those_of_one_supervisor(
     launcher: str, tmp_path: Path, reference: Reference
@@ -243,6 +244,7 @@ def test_a_script_of_ones_own(launcher: str, how: str, tmp_path: Path) -> None:
     assert_clean(tmp_path)
 
 
+@pytest.mark.full
 def test_clear_text_between_hosts_is_refused(tmp_path: Path) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500"}

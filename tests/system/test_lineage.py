@@ -91,6 +91,7 @@ def test_a_resumed_run_goes_on_with_the_same_new_data(train: Train) -> None:
     assert "order of new and replayed samples was Some" in other.errors
 
 
+@pytest.mark.quick("pipeline=2")
 @pytest.mark.parametrize("plan", ["data=2 local_steps=2", "tensor=2", "pipeline=2"])
 def test_every_plan_keeps_a_ledger(train: Train, plan: str) -> None:
     trained = train("run", plan=plan, steps=5, samples=40)

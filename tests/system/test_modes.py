@@ -31,6 +31,7 @@ def modes_below(folder: Path) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
 def test_what_a_run_leaves_follows_the_umask(pool: Pool, tmp_path: Path, umask: int) -> None:
     """Records, logs, weights and checkpoints, whichever process writes them."""

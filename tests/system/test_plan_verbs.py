@@ -155,6 +155,12 @@ def test_scale_runs_and_reports(pool: Pool, cache: Path, tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists(), "nothing is left behind"
 
 
+@pytest.mark.quick(
+    "words0-Start at 1",
+    "words1-2 is given twice",
+    "words2-no list of numbers",
+    "words3-data=3 does not divide the batch of 8",
+)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

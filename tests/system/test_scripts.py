@@ -78,6 +78,7 @@ def test_a_loop_of_ones_own_on_another_number_of_ranks(
     assert [line.keys() for line in told(trained.output)] == [u.keys() for u in undisturbed]
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_killed_rank_is_replaced_and_the_numbers_are_the_same(
     start: Start, undisturbed: list[dict[str, Any]], rank: int
@@ -118,6 +119,7 @@ def kept(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
     return ends
 
 
+@pytest.mark.quick("step.computed:kill:member=1:step=4-")
 @pytest.mark.parametrize(
     ("faults", "kill"),
     [
@@ -144,6 +146,7 @@ def test_what_a_loop_keeps_and_changes_outlives_a_rank(
     assert all_told(trained) == kept
 
 
+@pytest.mark.quick("break")
 @pytest.mark.parametrize("how", ["break", "stop-on-one", "stop-and-break-on-one"])
 def test_an_early_end_is_a_success_and_saved(start: Start, tmp_path: Path, how: str) -> None:
     trained = start("ends", how).wait()
@@ -152,6 +155,7 @@ def test_an_early_end_is_a_success_and_saved(start: Start, tmp_path: Path, how: 
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.full
 def test_a_script_that_hangs_is_ended_within_the_bound_of_a_stop(
     start: Start, tmp_path: Path
 ) -> None:
@@ -163,6 +167,7 @@ def test_a_script_that_hangs_is_ended_within_the_bound_of_a_stop(
     assert "it was asked to stop, and no work was done for" in trained.errors
 
 
+@pytest.mark.quick("rate-on-one-param_groups[0]['lr'] is 0.05 on rank 1 and 0.1 on rank 0.")
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -222,12 +227,14 @@ def test_a_script_that_asks_for_servers_is_told_who_has_them(start: Start) -> No
     assert "shoal train RECIPE" in trained.last_words and "Traceback" not in trained.errors
 
 
+@pytest.mark.full
 def test_a_script_that_trains_twice(start: Start, undisturbed: list[dict[str, Any]]) -> None:
     trained = start("twice").wait()
     assert trained.exit_code == 0, trained.errors
     assert told(trained.output) == undisturbed * 2
 
 
+@pytest.mark.full
 def test_scripts_that_do_not_train(start: Start) -> None:
     plain = start("plain", "--more", "words").wait()
     assert plain.exit_code == 0, plain.errors
@@ -237,6 +244,7 @@ def test_scripts_that_do_not_train(start: Start) -> None:
     assert told(nothing.output) == [{"world": "2"}]
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_a_loop_after_a_step(start: Start) -> None:
     training = start("slow-loop")
     training.wait_for_seats()
@@ -295,6 +303,7 @@ def test_a_script_that_is_told_to_end_saves_and_goes_on(pool: Pool, tmp_path: Pa
     assert any((tmp_path / "kept").iterdir())
 
 
+@pytest.mark.full
 def test_a_script_is_run_again_in_its_directory(start: Start, tmp_path: Path) -> None:
     """By one command, killed before there was anything to go on from."""
     again = {"options": ("--resume",), "run_dir": tmp_path / "run", "ranks": 1}

@@ -11,6 +11,7 @@ from tests.support.faults import start
 ZOO = str(Path(__file__).parents[1] / "zoo.py")
 
 
+@pytest.mark.quick("staleness=any")
 @pytest.mark.parametrize("bound", ["", "staleness=any"])
 def test_a_checkpoint_holds_the_statistics_of_the_finished_model(
     pool: Pool, tmp_path: Path, bound: str

@@ -77,6 +77,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick("hours", "axis", "plan", "slow", "hosts")
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_refused_in_a_sentence(pool: Pool, tmp_path: Path, what: str) -> None:
     words, expected = BAD[what]

@@ -53,6 +53,7 @@ def test_what_a_run_leaves(pool: Pool, tmp_path: Path) -> None:
     assert [event["rank"] for event in trained.events("seat")] == [0, 1]
 
 
+@pytest.mark.quick("data=2 pieces=4")
 @pytest.mark.parametrize("plan", ["data=1 pieces=4", "data=2 pieces=4", "data=4"])
 def test_the_number_of_ranks_does_not_change_the_model(pool: Pool, tmp_path: Path, plan) -> None:
     reference = start(pool, RECIPE, tmp_path / "a", plan="accumulate=4 data=1").wait()
@@ -135,6 +136,7 @@ def test_killing_the_command_leaves_no_process(tmp_path: Path) -> None:
     assert wait_until(lambda: not any(map(is_alive, pids)), 10)
 
 
+@pytest.mark.quick("data=2")
 @pytest.mark.parametrize("plan", ["data=2", "data=2 sync=server"])
 def test_ranks_may_have_several_threads(plan: str, tmp_path: Path) -> None:
     """The process that they are forked from computes on much, and OpenMP's threads stay there."""

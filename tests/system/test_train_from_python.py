@@ -149,6 +149,7 @@ def test_what_is_asked_for_wrongly_is_refused_before_a_process_starts() -> None:
     ) - {"new_data_steps", "new_data_missed", "spans"}
 
 
+@pytest.mark.full
 def test_wrong_plans_and_settings_are_usage_errors(tmp_path: Path) -> None:
     for wrong, match in (
         ({"plan": "data=3"}, "8"),
@@ -160,6 +161,7 @@ def test_wrong_plans_and_settings_are_usage_errors(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.full
 def test_processes_of_a_recipe_that_go_on_do_not_hold_the_caller(tmp_path: Path) -> None:
     """Forked where the recipe is loaded, they have the pipe of the answers."""
     events: list[Event] = []
@@ -214,6 +216,7 @@ def num_steps(tmp_path: Path) -> int:
     return len(record.read_bytes().splitlines()) if record.exists() else 0
 
 
+@pytest.mark.quick("threads")
 @pytest.mark.parametrize("kind", ["threads", "no threads"])
 def test_an_interrupt_stops_and_saves_and_the_same_call_goes_on(tmp_path: Path, kind: str) -> None:
     script = start_script(tmp_path, 400, kind)
@@ -231,6 +234,7 @@ def test_an_interrupt_stops_and_saves_and_the_same_call_goes_on(tmp_path: Path, 
     assert "going on from step" in errors
 
 
+@pytest.mark.full
 def test_an_interrupt_before_the_first_step_is_one(tmp_path: Path) -> None:
     script = start_script(tmp_path, 400, "threads")
     assert wait_until(lambda: (tmp_path / "run/logs").exists(), 40.0)

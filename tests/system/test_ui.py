@@ -104,6 +104,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path, capfd) -> None:
     assert f"Port {port} cannot be used" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_a_report_in_a_browser(tmp_path: Path, browser: Browser) -> None:
     """The quick smoke: it draws itself, alone, and runs nothing that a name holds."""
     run = make_run(tmp_path / "run", recipe=EVIL, run={EVIL: {"value": EVIL, "from": EVIL}})

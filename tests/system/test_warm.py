@@ -198,6 +198,7 @@ def test_a_closed_stream_is_no_traceback(
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
+@pytest.mark.full
 def test_any_locale_may_start_it_and_come_to_it(tmp_path_factory: pytest.TempPathFactory) -> None:
     made = Warm(tmp_path_factory.mktemp("w"))
     assert made.shoal("warm", "start", variables=ASCII).stdout == "warm\n"
@@ -242,6 +243,7 @@ def test_two_commands_at_once(warm: Warm, tmp_path: Path) -> None:
     assert models[0] == models[1]
 
 
+@pytest.mark.full
 def test_killing_the_warm_process_ends_its_commands(own_warm: Warm, tmp_path: Path) -> None:
     words = ("train", f"{TINY}:line", "--plan", "data=2", "--run-dir", "r", "--set", "pause=1")
     command = own_warm.start(*words, cwd=tmp_path)

@@ -28,7 +28,7 @@ def audit(run: Path, recipe: str | None, settings: dict[str, str], as_json: bool
     """Check the ledger of RUN, a run directory.
 
     Every rank left a mark of the samples that it really loaded for each committed step. The order
-    of samples is computed anew and compared with these marks: from run.json, if the data is
+    of samples is computed again and compared with these marks: from run.json, if the data is
     shuffled as a whole or taken in order, else from the data of --recipe, with the settings of the
     run and --set. A stream is read again: its marks are of what is in the samples. No recipe is
     loaded that you do not name. Exit codes: 0 every mark is that of the right samples, 1 one is

@@ -49,7 +49,7 @@ _UNSIGNED = "none"
 def convert(
     source: str, target: str, num_files: int | None, source_key: str | None, missing: bool
 ) -> None:
-    """Write the checkpoint SOURCE anew at TARGET.
+    """Write the checkpoint SOURCE again at TARGET.
 
     \b
     shoal checkpoint convert runs/charlm-small-1 s3://bucket/archive/charlm-300

@@ -74,10 +74,10 @@ def sync(source: str, target: str, force: bool, as_json: bool) -> None:
     short goes on when it is started again. Exit codes: 0 done, 2 usage or input.
     """
     from shoal.data.shard_files.syncing import sync as sync_set
-    from shoal.logs import set_up
+    from shoal.logs import written_to
 
-    set_up()
-    done = sync_set(source, target, force=force)
+    with written_to(sys.stderr):
+        done = sync_set(source, target, force=force)
     shown = redact_url(target)
     if as_json:
         print_json(
@@ -134,12 +134,11 @@ def build(
     """
     from shoal.data.shard_files.writing import build as build_shards
     from shoal.data.stalls import report_stalls
-    from shoal.logs import set_up
+    from shoal.logs import written_to
 
-    set_up()
-    found, identity = _source(source)
-    told = _Told(len(found))
-    with report_stalls(_tell_of_wait):
+    with written_to(sys.stderr), report_stalls(_tell_of_wait):
+        found, identity = _source(source)
+        told = _Told(len(found))
         index = build_shards(
             found,
             out,

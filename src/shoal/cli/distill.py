@@ -5,7 +5,6 @@ from typing import Any
 import click
 
 from shoal.cli import model_table, options
-from shoal.cli.output import as_json
 
 
 @click.command(epilog=options.plan_help())
@@ -44,12 +43,7 @@ from shoal.cli.output import as_json
 @click.option(
     "--cache", metavar="DIR", help="Ask the teacher once about each sample, and keep its answers."
 )
-@options.plan
-@options.settings
-@options.run_dir
-@model_table.resume
-@model_table.out
-@as_json
+@model_table.common
 def distill(recipe: str, settings: dict[str, str], as_json: bool, **given: Any) -> None:
     """Train the model of RECIPE with a teacher, under any plan.
 

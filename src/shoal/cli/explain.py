@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from shoal.cli import options
-from shoal.cli.output import print_json
+from shoal.cli.output import print_json, write_picture
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ def _explain(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> in
     look = partial(_look, given)
     found = inspect_recipe(Recipe.named(recipe, settings), look, Explanation, given["plan"])
     if given["svg"] is not None:
-        _draw(found, recipe, given["svg"])
+        from shoal.cost.svg import draw_svg
+
+        write_picture(given["svg"], draw_svg(found, recipe))
     placement = _placement(found, given) if given["nodes"] is not None else None
     if given["as_json"]:
         hosts = {} if placement is None else {"host_of_seat": placement}
@@ -109,15 +111,3 @@ def _look(given: dict[str, Any], run: "Run") -> "Explanation":
     plan = resolve(run, given["plan"], given["ranks"])
     os.environ.update(environment_for(plan.precision))
     return explained(run, plan)
-
-
-def _draw(found: "Explanation", recipe: str, path: Path) -> None:
-    from shoal.cost.svg import draw_svg
-
-    try:
-        path.write_text(draw_svg(found, recipe), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"The picture cannot be written to {path}: {error.strerror}. "
-            "Choose another file with --svg FILE."
-        ) from error

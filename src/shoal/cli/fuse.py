@@ -5,7 +5,6 @@ from typing import Any
 import click
 
 from shoal.cli import model_table, options
-from shoal.cli.output import as_json
 from shoal.errors import UsageError
 
 
@@ -37,12 +36,7 @@ from shoal.errors import UsageError
     metavar="METRIC",
     help="What decides, as in loss or accuracy:max.",
 )
-@options.plan
-@options.settings
-@options.run_dir
-@model_table.resume
-@model_table.out
-@as_json
+@model_table.common
 def fuse(
     recipe: str,
     checkpoints: tuple[str, ...],

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shoal.cli import options
 from shoal.cli.outcome import print_outcome
-from shoal.cli.output import print_json, say
+from shoal.cli.output import as_json, print_json, say
 
 if TYPE_CHECKING:
     from shoal.launch.outcome import Outcome
@@ -29,6 +30,13 @@ begin_from = click.option(
 resume = click.option(
     "--resume", is_flag=True, help="Go on with the training of --run-dir where it was stopped."
 )
+
+
+def common(command: options.Command) -> options.Command:
+    """The options of all these verbs."""
+    for option in (as_json, out, resume, options.run_dir, options.settings, options.plan):
+        command = option(command)
+    return command
 
 
 def says_how_to_train(given: dict[str, Any]) -> bool:

@@ -4,12 +4,13 @@ import math
 import os
 import sys
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 import msgspec
 
-from shoal.errors import RecipeError, ShoalError
+from shoal.errors import RecipeError, ShoalError, UsageError
 from shoal.storage.decoding import encode_json
 from shoal.system.streams import steady
 from shoal.system.traces import user_traceback
@@ -42,6 +43,17 @@ def tell(text: str) -> None:
     """Print words for people, to standard error."""
     with steady():
         click.echo(text, err=True)
+
+
+def write_picture(path: Path, picture: str) -> None:
+    """Write what --svg asks for."""
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"The picture cannot be written to {path}: {error.strerror}. "
+            "Choose another file with --svg FILE."
+        ) from error
 
 
 def leave_at_once(code: int) -> NoReturn:

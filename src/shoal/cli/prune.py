@@ -5,7 +5,6 @@ from typing import Any
 import click
 
 from shoal.cli import model_table, options
-from shoal.cli.output import as_json
 from shoal.errors import UsageError
 
 
@@ -32,12 +31,7 @@ from shoal.errors import UsageError
     help="Train the recipe once more while the sparsity grows, from 10 % to 70 % of its steps. "
     "movement always does.",
 )
-@options.plan
-@options.settings
-@options.run_dir
-@model_table.resume
-@model_table.out
-@as_json
+@model_table.common
 def prune(recipe: str, settings: dict[str, str], train: bool, as_json: bool, **given: Any) -> None:
     """Prune the model of RECIPE, and measure it before and after.
 

@@ -5,7 +5,6 @@ from typing import Any
 import click
 
 from shoal.cli import model_table, options
-from shoal.cli.output import as_json
 from shoal.errors import UsageError
 
 
@@ -19,12 +18,7 @@ from shoal.errors import UsageError
     help="int8, int4 (weights), dynamic-int8, static-int8 (weights and activations) or qat-int8 "
     "(trained).",
 )
-@options.plan
-@options.settings
-@options.run_dir
-@model_table.resume
-@model_table.out
-@as_json
+@model_table.common
 def quantize(recipe: str, settings: dict[str, str], as_json: bool, **given: Any) -> None:
     """Quantise the model of RECIPE through torchao, and measure it before and after.
 

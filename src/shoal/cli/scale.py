@@ -2,10 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
 from shoal.cli import options
 from shoal.cli.output import as_json as json_option
@@ -83,14 +82,9 @@ def scale(
     if plot is not None:
         _draw(found, recipe, plot)
     if as_json:
-        print_json(_as_json(found))
+        print_json(found)
     else:
         say(_in_words(found))
-
-
-def _as_json(found: "Scaling") -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(found)
-    return fields
 
 
 def _in_words(found: "Scaling") -> str:

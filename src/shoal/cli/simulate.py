@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import as_json, print_json, say
-from shoal.errors import UsageError
+from shoal.cli.output import as_json, print_json, say, write_picture
 
 if TYPE_CHECKING:
     from shoal.cost.cluster import Cluster
@@ -172,7 +171,9 @@ def _simulate(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> i
     look = partial(_look, named, cluster, given)
     found = inspect_recipe(named, look, SimulationReport, given["plan"])
     if given["svg"] is not None:
-        _draw(found, recipe, given["svg"])
+        from shoal.cost.simulation_svg import draw_simulation
+
+        write_picture(given["svg"], draw_simulation(found, recipe))
     if given["as_json"]:
         print_json(found.as_json())
     else:
@@ -187,15 +188,3 @@ def _look(
     from shoal.cost.simulation_report import make_report
 
     return make_report(run, cluster, given, lambda: profile_recipe(recipe, run))
-
-
-def _draw(found: "SimulationReport", recipe: str, path: Path) -> None:
-    from shoal.cost.simulation_svg import draw_simulation
-
-    try:
-        path.write_text(draw_simulation(found, recipe), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"The picture cannot be written to {path}: {error.strerror}. "
-            "Choose another file with --svg FILE."
-        ) from error

@@ -138,6 +138,33 @@ class SingleParameterBucket(GradientBucket):
         self.rows = [self.views[0][0].view(-1)]
 
 
+class PlacedBucket(GradientBucket):
+    """Its rows stand where others read them. What is there already is not copied."""
+
+    def __init__(
+        self,
+        indices: list[int],
+        parameters: Sequence[nn.Parameter],
+        rows: list[Tensor],
+        starts: Sequence[int],
+    ):
+        super().__init__(indices, parameters, len(rows), BufferPool(), starts)
+        self.rows = rows
+        places = list(zip(self._parameters, starts, strict=False))
+        self.views = [[row[at : at + p.numel()].view(p.shape) for p, at in places] for row in rows]
+
+    def close(self) -> None:
+        """They are not this bucket's."""
+
+    def fill(self, row: int, values: Values) -> None:
+        for view, index in zip(self.views[row], self.indices, strict=True):
+            value = values[index]
+            if value is None:
+                view.zero_()
+            elif value.data_ptr() != view.data_ptr():
+                view.copy_(value)
+
+
 def make_bucket(
     indices: list[int],
     parameters: Sequence[nn.Parameter],

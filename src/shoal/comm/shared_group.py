@@ -107,7 +107,7 @@ class SharedGroup(dist.ProcessGroup):
 
     def look_for_peers(self, work: SharedWork) -> None:
         for rank, pid in self._rounds.pids().items():
-            if _is_gone(pid):
+            if is_gone(pid):
                 work.fail(f"rank {rank} of the group (process {pid}) is gone")
 
     def who_is_late(self) -> str:
@@ -328,7 +328,7 @@ def _create(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) ->
     return SharedGroup(SharedRounds(segment, rank, num_ranks), timeout.total_seconds())
 
 
-def _is_gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     """Whether a process has ended, though nobody may have waited for it yet."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -15,6 +15,8 @@ import mmap
 import os
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import msgspec
@@ -118,6 +120,15 @@ class SharedSegment:
     def place(self) -> SegmentHandle:
         """Where others find it: at this process, which in a forked child is the child."""
         return SegmentHandle(os.getpid(), self._fd, self.num_bytes, self._name)
+
+    @contextmanager
+    def lock(self, number: int) -> Iterator[None]:
+        """Keep out processes that lock the same number. One that dies gives its locks up."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, number)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, number)
 
     def close(self) -> None:
         """Release it. Tensors that still view it keep the memory, until the last one is gone."""

@@ -30,6 +30,7 @@ from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
 from shoal.sync.choose import strategy_class
 from shoal.sync.costs import MemoryUse, Message, StepCosts
+from shoal.sync.host_state import why_apart
 from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout
 from shoal.sync.server.costs import aggregator_costs, server_costs
 from shoal.training.build import BuiltModel, build_model
@@ -108,6 +109,10 @@ class Explanation(msgspec.Struct, frozen=True):
     notes: list[str]
 
 
+_SHARED = (
+    "Ranks of one host hold parameters and optimizer state once, and each counts its share; no "
+    "gradient is sent. Over several hosts each rank would hold all of it, as with memory=apart."
+)
 _LAZY = (
     "Rows of a shoal.Table take memory once they are touched: the first batch's are counted, "
     "without the rest of their pages."
@@ -153,6 +158,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
         notes=[
             *_notes(plan, found),
             *([_phases_note(facts.phases)] if facts.phases else []),
+            *([_SHARED] if facts.ranks[0].shares else []),
             *([_TABLES] if facts.tables else []),
             *([_LAZY] if facts.is_lazy else []),
         ],
@@ -165,6 +171,7 @@ def explain(run: Run, plan: Plan) -> Explanation:
 def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
     model, survey = prepared.model, prepared.survey
     optimizer = run.make_optimizer(model)
+    shares = not (run.writes_weights or why_apart(model, optimizer))
     parameters = [
         ModelParameter(name, tuple(p.shape), p.dtype, p.requires_grad)
         for name, p in model.named_parameters()
@@ -192,6 +199,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
         tables=uses if plan.num_servers else {},
         is_lazy=bool(lazy),
         phases=phases,
+        shares=shares,
     )
 
 

@@ -84,6 +84,7 @@ class ModelFacts:
             tables=tables if plan.num_servers else {},
             is_lazy=bool(lazy),
             phases=profile.phases,
+            shares=profile.shares,
         )
 
     def stages(self, plan: Plan) -> StagePlan | None:

@@ -13,6 +13,7 @@ the error against measured runs.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from shoal.cost.activations import PassMemory, pass_memory, peak_in_flight
@@ -105,6 +106,8 @@ class _Step:
         self.model, self.profile, self.plan, self.cluster = model, model.profile, plan, cluster
         self.facts = model.facts(plan)
         self.places = RankPlaces(plan, cluster, self.profile.flops_per_s)
+        if self.facts.shares and not self.places.group("data").is_inside:
+            self.facts = replace(self.facts, shares=False)
         self.layouts = [
             RankLayout(self.facts, p * plan.num_replicas * plan.tensor)
             for p in range(plan.pipeline)
@@ -372,7 +375,7 @@ class _StepMemory:
         ]
 
     def _memory_of(self, layout: RankLayout, costs: StepCosts) -> MemoryParts:
-        held, plan = costs.memory, self._step.plan
+        held, plan, process = costs.memory, self._step.plan, self._step.profile.process
         gradients = held.gradients.num_bytes
         if layout.stages:
             own = {s.index: self._step.pass_memory(range(s.start, s.stop)) for s in layout.stages}
@@ -394,10 +397,14 @@ class _StepMemory:
             gradients=gradients,
             optimizer=held.optimizer.num_bytes,
             buffers=held.buffers.num_bytes,
-            activations=round(activations * self._step.profile.process.heap),
+            activations=round(activations * (process.heap if self._on_cores else 1.0)),
             communication=held.extra.num_bytes,
             base=self.base_bytes,
         )
+
+    @cached_property
+    def _on_cores(self) -> bool:
+        return self._step.cluster.group_of(self._step.places.hosts[0]).device == "core"
 
     @cached_property
     def _num_forked(self) -> int:
@@ -407,7 +414,7 @@ class _StepMemory:
 
     def _left_to_others(self, layout: RankLayout) -> int:
         """Of parameters that are not trained: ranks that hold them whole share one copy."""
-        if layout.plan.cuts_model or layout.plan.zero == 3:
+        if layout.plan.cuts_model or layout.plan.zero == 3 or not self._on_cores:
             return 0
         frozen = sum(p.num_bytes for p in layout.parameters if not p.is_trained)
         return frozen - frozen // (self._num_forked + 1)

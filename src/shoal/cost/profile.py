@@ -149,6 +149,7 @@ class Profile(msgspec.Struct, frozen=True):
     refusals: dict[str, str]  # of plans, by the words that are refused
     process: ProcessBytes = ProcessBytes()  # measured where the model was
     pipeline_refusal: str = ""  # why the model cannot be cut into stages
+    shares: bool = False  # ranks of one host may hold parameters and state together
 
     @property
     def parameter_bytes(self) -> int:

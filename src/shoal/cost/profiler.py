@@ -49,6 +49,7 @@ from shoal.errors import PlanError
 from shoal.events.meters import own_and_shared_bytes
 from shoal.logs import log
 from shoal.numerics.buffers import PieceBuffers
+from shoal.numerics.fused_steps import why_not_in_runs
 from shoal.numerics.optimizers import is_element_wise
 from shoal.parallel import fsdp
 from shoal.parallel.pipeline.stages import record
@@ -59,6 +60,7 @@ from shoal.parallel.tensor.cutting import TensorForward, cut_tensors, find_cuts
 from shoal.plans.plan import Plan
 from shoal.storage.files import write_atomic
 from shoal.storage.run_dir import cache_directory
+from shoal.sync.host_state import why_apart
 from shoal.training.build import refuse_unfit
 from shoal.training.run import Run, call_model, make_batches
 
@@ -167,8 +169,7 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
     units = fsdp.units(model, [*names.values()], (), whole_model=True)[:-1]
     rest = fsdp.units(model, [*names.values()], (), whole_model=False)[len(units) :]
     state = optimizer_state_of(run.make_optimizer(model), model, tables)
-    held = PieceBuffers(model)
-    phases = run_first_step(run, model, first_piece(subject))
+    held, phases = PieceBuffers(model), run_first_step(run, model, first_piece(subject))
     return Profile(
         model=type(model).__name__,
         batch_size=run.batch_size,
@@ -208,7 +209,16 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
         depends_on_data=watched.is_unlike or "from one batch to the next" in refusal,
         refusals=refusals,
         pipeline_refusal=refusal,
+        shares=_may_share(run, subject),
     )
+
+
+def _may_share(run: Run, subject: Subject) -> bool:
+    """Whether ranks of one host may hold parameters and state together."""
+    optimizer = run.make_optimizer(subject.model)
+    is_real = subject.mode is None
+    why = why_apart(subject.model, optimizer) if is_real else why_not_in_runs(optimizer)
+    return not (run.writes_weights or why)
 
 
 def _recomputed(model: nn.Module, paths: dict[int, str]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.data.readers.csv import csv as csv
     from shoal.data.readers.huggingface import huggingface as huggingface
     from shoal.data.readers.images import images as images
+    from shoal.data.readers.kafka import kafka_log as kafka_log
     from shoal.data.readers.linewise import jsonl as jsonl
     from shoal.data.readers.linewise import lines as lines
     from shoal.data.readers.logs import consume as consume
@@ -64,6 +65,7 @@ _NAMES = {  # by the module that has them
     "readers.csv": ("csv",),
     "readers.huggingface": ("huggingface",),
     "readers.images": ("images",),
+    "readers.kafka": ("kafka_log",),
     "readers.linewise": ("jsonl", "lines"),
     "readers.logs": ("consume", "redis_log"),
     "readers.mongodb": ("mongodb",),

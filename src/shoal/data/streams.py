@@ -52,7 +52,7 @@ _MOST_BYTES = 4 << 20  # of a bookmark
 _END = object()
 
 
-class _Bookmark(NamedTuple):
+class Bookmark(NamedTuple):
     """A place in a stream, and the mark of the `num_marked` samples that follow it."""
 
     position: int = 0  # of the next sample
@@ -63,7 +63,7 @@ class _Bookmark(NamedTuple):
     mark: int = 0
 
 
-_BEGINNING = _Bookmark()
+_BEGINNING = Bookmark()
 
 
 class StreamSource:
@@ -74,13 +74,14 @@ class StreamSource:
     """
 
     recorded_as = "Stream"
+    is_lasting = True  # it gives the same samples from its beginning, whenever that is read
     _low: int  # the first of the last call
 
     def __init__(self, make: Callable[[], Any], shuffle: int, length: int | None):
         self.length, self.stream_below = length, self
         self.order: Order = WindowShuffled(LENGTH, shuffle) if shuffle > 1 else Sequential(LENGTH)
         self._make, self._window = make, max(1, shuffle)
-        self._given: _Bookmark | None = None  # from a checkpoint or a peer
+        self._given: Bookmark | None = None  # from a checkpoint or a peer
         self._reader: _StreamReader | None = None
         self.close()
 
@@ -138,7 +139,7 @@ class StreamSource:
     def go_to(self, text: str) -> None:
         """Begin at this bookmark, once samples behind it are asked for."""
         try:
-            self._given = _Bookmark(*unpack(base64.b64decode(text, validate=True)))
+            self._given = Bookmark(*unpack(base64.b64decode(text, validate=True)))
         except (BadSample, TypeError, ValueError) as error:
             raise BadCheckpoint(
                 f"What is kept of the stream's position cannot be read: {error}. Begin with the "
@@ -151,7 +152,7 @@ class StreamSource:
             self._reader.close()
         self._reader = None
         self._kept: dict[int, tuple[Any, int]] = {}  # by position: the sample and its key
-        self._places: list[_Bookmark] = []  # before the samples that are kept
+        self._places: list[Bookmark] = []  # before the samples that are kept
         self._first: int = 0  # of those that are kept
         self._low = 0
         self._pid: int = os.getpid()
@@ -170,7 +171,7 @@ class StreamSource:
             self._open(start)
         self._skip_to(low)
 
-    def _begin_at(self, place: _Bookmark) -> bool:
+    def _begin_at(self, place: Bookmark) -> bool:
         """Open the stream at a bookmark; False if other samples come there than did before."""
         try:
             self._open(place)
@@ -185,7 +186,7 @@ class StreamSource:
             return False
         return True
 
-    def _open(self, place: _Bookmark) -> None:
+    def _open(self, place: Bookmark) -> None:
         self.close()
         self._reader = _StreamReader(self._make, self.length, place)
         self._first = self._low = place.position
@@ -223,7 +224,7 @@ class StreamSource:
 class _StreamReader:
     """Reads a stream from a place on, pass after pass. `position` is that of the next sample."""
 
-    def __init__(self, make: Callable[[], Any], length: int | None, place: _Bookmark):
+    def __init__(self, make: Callable[[], Any], length: int | None, place: Bookmark):
         self._make, self._length = make, length
         self.position, self._number, self._began = place.position, place.number, place.began
         self._open(place.state)
@@ -235,10 +236,10 @@ class _StreamReader:
             with suppress(Exception):  # what it gave is there
                 end()
 
-    def place(self) -> _Bookmark:
+    def place(self) -> Bookmark:
         """Where it is, in the stream's own words if it has some."""
         state = None if self._teller is None else copy.deepcopy(self._teller.state_dict())
-        return _Bookmark(self.position, self._number, self._began, state)
+        return Bookmark(self.position, self._number, self._began, state)
 
     def until(self, stop: int) -> Iterator[tuple[int, Any]]:
         """The samples before `stop`, with their positions."""
@@ -321,11 +322,9 @@ def stream(data: Any, *, shuffle: int = 0, length: int | None = None) -> StreamS
     the number of samples in a pass, if it is known: then a Run can have `epochs`, and a pass of
     another length is an error.
     """
-    for name, value, least in (("shuffle", shuffle, 0), ("length", length, 1)):
-        if value is not None:
-            require_whole(value, f"stream({name}=...)")
-            if value < least:
-                raise UsageError(f"stream({name}={value}): it is at least {least}.")
+    refuse_below(0, shuffle, "stream(shuffle=...)")
+    if length is not None:
+        refuse_below(1, length, "stream(length=...)")
     if isinstance(data, Iterator) or not (callable(data) or is_iterable(data)):
         raise UsageError(
             f"stream() was given a {type(data).__name__}. It needs an iterable that can be "
@@ -333,6 +332,12 @@ def stream(data: Any, *, shuffle: int = 0, length: int | None = None) -> StreamS
             "begins anew. Give the function itself: stream(read), not stream(read())."
         )
     return StreamSource(_opener(data), shuffle, length)
+
+
+def refuse_below(least: int, given: Any, what: str) -> None:
+    require_whole(given, what)
+    if given < least:
+        raise UsageError(f"{what.replace('...', str(given))}: it is at least {least}.")
 
 
 def _opener(data: Any) -> Callable[[], Any]:

@@ -110,7 +110,7 @@ class Watchdog:
 
     def standing(self) -> Standing | None:
         """Where this rank stands among collectives, if it begins and ends none; the log gets the
-        last of them once it waits as long as is told of a rank that computes."""
+        last of them once it waits as long as a rank computes before a warning."""
         found = None if self._is_suspended else RECORDER.standing(IDLE_S)
         if found is None or not found.open:
             self._logged_waits = False

@@ -2,7 +2,7 @@
 
 `TRACER.span("forward")` goes around a piece of work. Outside of the steps to trace it gives one
 shared context that does nothing; inside, the span is kept until the step is over, and then leaves
-as a `TraceEvent` for whoever writes the trace (`trace_file.py`). Times are seconds of the monotonic
+as a `TraceEvent` for the writer of the trace (`trace_file.py`). Times are seconds of the monotonic
 clock, moved to rank 0's (`comm/clocks.py`), so that the ranks of all hosts stand on one clock.
 
 Not a profiler of kernels: what torch does inside a forward is torch.profiler's. Cost: 0.1 us a span
@@ -13,7 +13,6 @@ collectives are spans too.
 import threading
 from collections import deque
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from shoal.errors import UsageError
@@ -26,8 +25,8 @@ _AT_ONCE = 4000  # spans in one event
 def parse_steps(text: str) -> range:
     """The steps that `--trace` names, both ends included and counted from 1. Pure."""
     first, colon, last = text.partition(":")
-    words = [first, last if colon else first]
-    if not all(word.strip().isdecimal() for word in words):
+    words = [word.strip() for word in (first, last if colon else first)]
+    if not all(map(str.isdecimal, words)):
         raise UsageError(
             f"--trace {text}: these are no steps. Give the first and the last, as in --trace "
             "100:110, or one, as in --trace 100."
@@ -110,12 +109,7 @@ class _TracedWork:
     def __enter__(self) -> None:
         self._began = perf_counter()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         about = {} if self._size is None else {"bytes": self._size}
         self._tracer.add(self._name, self._kind, self._began, perf_counter(), about)
 

@@ -22,7 +22,6 @@ import msgspec
 
 from shoal.cluster.backend import Facts
 from shoal.cluster.local import LocalBackend
-from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.events.events import Event, OnEvent, StoppingEvent
 from shoal.launch.supervised import RunFailed, run_supervised
 from shoal.plans.plan import Plan
@@ -102,11 +101,6 @@ def _evaluate(
         run_dir.path,
         backend=LocalBackend(),
         watch=observe,
-        members=lambda started: Membership(
-            started.facts["num_ranks"],
-            started.facts["num_servers"],
-            MembershipOptions(num_spares=0),
-        ),
         prepared=begin,
     )
     if result.stopped_by and result.exit_code:

@@ -428,7 +428,7 @@ class _Answers:
             self._pipe = None
 
     def wants_stop(self) -> bool:
-        """Whether nobody waits for the run any more, and it does not stop yet. True once: a run
+        """Whether the caller has died, and the run does not stop yet. True once: a run
         that is asked twice ends at once, without a checkpoint. The caller may have passed on a
         signal just before it died, so ask after the supervisor has looked for one."""
         wants = self._pipe is None and not self._stops

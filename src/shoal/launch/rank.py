@@ -106,7 +106,7 @@ def train_as_rank(
         try:
             is_one_host = peers.meet(_given(recipe, options, run_dir), options.form_timeout_s)
             _refuse_clear_text(is_one_host, world, options)
-            rank = _Rank(peers, store, is_one_host, watch)
+            rank = _Rank(peers, store, watch)
             if world.rank:
                 return rank.follow(recipe)
             return rank.lead(recipe, options, run_dir, prepared, show)
@@ -144,7 +144,7 @@ def _refuse_clear_text(is_one_host: bool, world: World, options: Options) -> Non
     if not is_one_host and not options.trust_network:
         raise UsageError(
             f"{world.launcher} started these ranks on several hosts, where gradients and the store "
-            "that ranks meet in would cross the network in clear, open to whoever reaches its "
+            "that ranks meet in would cross the network in clear, open to all who reach its "
             "ports. Give --trust-network if the network between them is your own; or start the run "
             "with `shoal train --on ...`, whose channels are encrypted; or use one host."
         )
@@ -163,8 +163,8 @@ def _given(recipe: Recipe, options: Options, run_dir: Path | None) -> dict[str, 
 class _Rank:
     """One rank, through the phases that all go through together."""
 
-    def __init__(self, peers: RankPeers, store: "dist.Store", is_one_host: bool, watch: OnEvent):
-        self._peers, self._store, self._is_one_host, self._watch = peers, store, is_one_host, watch
+    def __init__(self, peers: RankPeers, store: "dist.Store", watch: OnEvent):
+        self._peers, self._store, self._watch = peers, store, watch
         self._world = peers.world
 
     def lead(
@@ -416,12 +416,25 @@ def _printing_to(log: Path) -> Iterator[Any]:
         output = log.open("ab")
     except OSError:  # a host that does not see the run directory
         output = open(2, "ab", closefd=False)  # noqa: SIM115
-    with output, logs.PrintedLines(output.fileno()) as printed, redirect_stdout(printed):
-        logs.set_up(stream=printed)
-        with suppress(OSError):
-            faulthandler.enable(output)
-        try:
-            yield printed
-        finally:
-            faulthandler.disable()
-            logs.set_up()
+    with (
+        output,
+        logs.PrintedLines(output.fileno()) as printed,
+        redirect_stdout(printed),
+        logs.written_to(printed),
+        _stacks_in(output),
+    ):
+        yield printed
+
+
+@contextmanager
+def _stacks_in(output: Any) -> Iterator[None]:
+    """A crash shows all stacks there, unless this process shows them elsewhere already."""
+    if faulthandler.is_enabled():
+        yield
+        return
+    with suppress(OSError):
+        faulthandler.enable(output)
+    try:
+        yield
+    finally:
+        faulthandler.disable()

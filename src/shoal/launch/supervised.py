@@ -6,7 +6,7 @@ from typing import Any
 
 from shoal.cluster.backend import Backend, Facts, StartedRun
 from shoal.cluster.invitation import remove_invitation
-from shoal.elastic.membership import Membership
+from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.elastic.resize_requests import ResizeRequests
 from shoal.elastic.supervisor import Supervisor, SupervisorResult
 from shoal.errors import ShoalError
@@ -27,13 +27,19 @@ def why_it_ended(result: SupervisorResult) -> str:
     return result.cause or f"it was stopped after step {result.step}"
 
 
+def without_spares(started: StartedRun) -> Membership:
+    """The ranks and servers that were found, for runs that are over soon."""
+    found = started.facts
+    return Membership(found["num_ranks"], found["num_servers"], MembershipOptions(num_spares=0))
+
+
 def run_supervised(
     prepare: Prepare,
     run_dir: Path,
     *,
     backend: Backend,
     watch: OnEvent,
-    members: Callable[[StartedRun], Membership],
+    members: Callable[[StartedRun], Membership] = without_spares,
     prepared: Callable[[Facts], None] = lambda facts: None,
     can_resize: bool = False,
     stop_timeout_s: float | None = None,

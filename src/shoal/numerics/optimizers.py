@@ -325,8 +325,13 @@ def _bare(chosen: Optimizer) -> Callable[[], object]:
 
 
 def _is_watched(chosen: Optimizer) -> bool:
+    return bool(profiler._is_profiler_enabled) or has_hooks(chosen)
+
+
+def has_hooks(chosen: Optimizer) -> bool:
+    """Whether torch calls anything before or after its step."""
     return bool(
-        profiler._is_profiler_enabled
+        any(m._optimizer_step_pre_hooks or m._optimizer_step_post_hooks for m in members_of(chosen))
         or chosen._optimizer_step_pre_hooks
         or chosen._optimizer_step_post_hooks
         or optimizer._global_optimizer_pre_hooks

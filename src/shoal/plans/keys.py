@@ -224,4 +224,9 @@ KEYS: dict[str, PlanKey] = {
     "offload": PlanKey(
         "none, optimizer", "state that is kept off the device", _choice("none", "optimizer")
     ),
+    "memory": PlanKey(
+        "shared, apart",
+        "parameters and optimizer state of the ranks of one host: one copy for all, or one each",
+        _choice("shared", "apart"),
+    ),
 }

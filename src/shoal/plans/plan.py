@@ -52,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True):
     pieces: int | None = None  # None until `resolve` fixes it
     recompute: str = "none"
     offload: str = "none"
+    memory: str = "shared"
 
     def __post_init__(self) -> None:
         changed = _non_default(self)
@@ -125,9 +126,16 @@ class Plan(msgspec.Struct, frozen=True):
         )
 
     @property
-    def sums_in_order(self) -> bool:
-        """Whether sums are in the order of one process, and so bitwise equal to its sums."""
-        return self.sums == "exact" and self.tensor == 1 and self.zero < 3
+    def may_share(self) -> bool:
+        """Whether ranks of one host may hold parameters and optimizer state together."""
+        agrees = self.sync == "allreduce" and self.local_steps == 1 and self.codec == "none"
+        is_whole = self.tensor == self.pipeline == 1 and self.zero == 0
+        return agrees and is_whole and self.data != 1 and self.offload == "none"
+
+    @property
+    def shares(self) -> bool:
+        """Whether they are to, where model and optimizer allow it."""
+        return self.may_share and self.memory == "shared"
 
     @property
     def outer_rates(self) -> tuple[float, float]:

@@ -102,6 +102,11 @@ _NEEDS = {
         "with zero: the owner of a shard sums it, in one order, at no extra cost",
         "leave zero out",
     ),
+    "memory": Requirement(
+        lambda plan: plan.may_share,
+        "here: only ranks that each train the whole model and agree on every step share memory",
+        "use data=2 or more, without tensor, pipeline, zero, sync, local_steps, codec and offload",
+    ),
     "codec": Requirement(
         lambda plan: plan.codec == "none" or plan.data != 1 or plan.sync == "server",
         "with data=1: no gradient is sent",

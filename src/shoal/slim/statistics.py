@@ -1,7 +1,7 @@
 """The statistics of BatchNorm, taken again for weights that no training step has seen.
 
 Means and variances that layers of several models kept are not those of their merged weights
-(Izmailov et al. 2018, arXiv 1803.05407). They are taken anew on the recipe's training data: plain
+(Izmailov et al. 2018, arXiv 1803.05407). They are taken again on the recipe's training data: plain
 means over up to 100 batches, in evaluation mode but for these layers. Cost: as many forwards.
 """
 

@@ -2,7 +2,7 @@
 
 torch-pruning finds which layers share a channel (Fang et al. 2023) and takes it out of all of them;
 the least important by their norms go first. Each group of layers is tried by itself on a copy, and
-accepted only if what is left computes what the model does when nobody reads those channels: so a
+accepted only if what is left computes what the model does when those channels are not read: so a
 group that torch-pruning misunderstands (heads, sums over channels, an output) stays as it was.
 
 The result has other shapes than the recipe's model, and is written as a program of torch.export.
@@ -126,7 +126,7 @@ def _described(graph: Any, group: Any, model: nn.Module) -> _Removal | None:
 
 @torch.no_grad()
 def _is_right(before: nn.Module, removal: _Removal, inputs: Any) -> bool:
-    """Whether the copy computes what the model does when nobody reads those channels."""
+    """Whether the copy computes what the model does when those channels are not read."""
     unread = copy.deepcopy(before)
     for name, channels in removal.read_by.items():
         weight_of(unread.get_submodule(name))[:, channels] = 0

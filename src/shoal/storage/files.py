@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
+
 from shoal.errors import UsageError
 
 MOST_PRIVATE_BYTES = 1 << 20
@@ -46,6 +48,24 @@ def write_atomic(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_hashed(path: Path, magic: bytes, body: bytes | bytearray) -> None:
+    """Write a file that begins with a line of its hash, so that damage is noticed."""
+    write_atomic(path, _hash_line(magic, body) + body)
+
+
+def read_hashed(path: Path, magic: bytes) -> bytearray | None:
+    """What `write_hashed` wrote; None if there is another content. FileNotFoundError if none."""
+    with path.open("rb") as file:
+        line = file.readline(len(_hash_line(magic, b"")))
+        body = bytearray(os.fstat(file.fileno()).st_size - len(line))
+        file.readinto(body)
+    return body if line == _hash_line(magic, body) else None
+
+
+def _hash_line(magic: bytes, body: bytes | bytearray) -> bytes:
+    return magic + b" xxh3:" + xxhash.xxh3_128_hexdigest(body).encode() + b"\n"
 
 
 def write_all(descriptor: int, content: bytes | bytearray | memoryview) -> None:

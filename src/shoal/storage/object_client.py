@@ -15,8 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +36,7 @@ _MISSING = (404, 410)  # HTTP status
 _TRANSIENT = (408, 425, 429)  # of the 4xx status codes of HTTP
 _PERMANENT_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 
+_LOOK_S = 0.05
 _HDFS_KEPT_S = 3.5
 _HDFS_LIMIT_S = (20.0, 300.0)  # of a read and a write: hdfs-native looks for a name node for ever
 _hdfs_kept: dict[int, float] = {}  # by process: until when connections to data nodes may be kept
@@ -206,7 +206,9 @@ class ObjectClient:
                     return act(system, self._path(path))
                 _hdfs_kept[os.getpid()] = time.monotonic() + _HDFS_KEPT_S
                 asked = functools.partial(act, system, self._path(path))
-                return _within(_HDFS_LIMIT_S[verb == "write"], asked)
+                limit_s = _HDFS_LIMIT_S[verb == "write"]
+                late = TimeoutError(f"no answer within {limit_s:g} s")
+                return answer_within(limit_s, asked, late)
             except UsageError:
                 raise
             except Exception as raised:
@@ -249,8 +251,13 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     return system, str(root)
 
 
-def _within(seconds: float, act: Callable[[], T]) -> T:
-    """What `act` returns, if it does in time. Left behind, it does not keep the process alive."""
+def answer_within(
+    seconds: float, act: Callable[[], T], late: Exception, look: Callable[[], object] | None = None
+) -> T:
+    """What `act` returns in time, or `late` is raised; left behind, it keeps no process alive.
+
+    `look` is called now and then; what it raises ends the wait.
+    """
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -259,13 +266,15 @@ def _within(seconds: float, act: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 (raised by the caller)
             answer.set_exception(error)
 
-    threading.Thread(target=run, name="shoal-hdfs", daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except FutureTimeout:
-        if answer.done():
-            raise
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    threading.Thread(target=run, name="shoal-fetch", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while (left_s := deadline - time.monotonic()) > 0 and not answer.done():
+        if look is not None:
+            look()
+        wait([answer], left_s if look is None else min(left_s, _LOOK_S))
+    if not answer.done():
+        raise late
+    return answer.result()
 
 
 def _wait_after_fork() -> None:

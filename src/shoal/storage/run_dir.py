@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 import msgspec
@@ -41,13 +40,10 @@ class RunDir:
         _refuse_unwritable(str(path or ""), "run directory")
         if resume:
             path = _last_of(recipe) if path is None else path
-        self._made: list[Path] = []  # directories that this run made, in order
+        self._made: list[Path]  # directories that this run made, in order
         self._began = False
         try:
-            if path is None:
-                self.path, self._made = _next_free(recipe)
-            else:
-                self.path = path
+            self.path, self._made = _next_free(recipe) if path is None else (path, [])
             if not (self.path / "logs").exists():
                 self._made += _make(self.path / "logs")
             self._lock = _lock(self.path)
@@ -67,12 +63,7 @@ class RunDir:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._release()
         if not self._began:
             self._discard()

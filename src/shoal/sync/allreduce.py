@@ -11,6 +11,7 @@ Cost: two times the gradients' bytes per rank and step, and their copy in memory
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,15 @@ from shoal.comm.buckets import (
     WINDOW_BYTES,
     GradientBucket,
     GradientBuckets,
+    PlacedBucket,
     make_bucket,
 )
+from shoal.comm.collectives import Pending
 from shoal.comm.compression import CompressedSum, LowRankSum
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import Reduction
 from shoal.comm.tree import PieceSum, RunningSum, total
+from shoal.logs import warn_once
 from shoal.numerics.momentum import corrected_momenta, without_momentum
 from shoal.numerics.norms import coalesced, gradient_norm, num_blocks
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices
@@ -46,11 +50,13 @@ from shoal.sync.costs import (
     tree_message,
 )
 from shoal.sync.gradient_packing import GradientPacking, assign_packed
+from shoal.sync.host_costs import costs_of_shared
+from shoal.sync.host_state import HostState, why_apart
 from shoal.sync.lockstep import LockstepStrategy
 from shoal.sync.norm import SharedNorm
 from shoal.sync.packing_costs import packed_messages, residual_memory
 from shoal.sync.rank_layout import RankLayout
-from shoal.sync.rounds import RoundContext, ranks_tree
+from shoal.sync.rounds import RoundContext, blocks_by_rank, ranks_tree
 from shoal.sync.strategy import GlobalStep, LocalStep
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -64,9 +70,13 @@ class AllReduce(LockstepStrategy):
         exact: bool = True,
         round_size: int = 1,
         packing: GradientPacking | None = None,
+        apart: str | None = None,
     ):
+        """Ranks of one host hold parameters and state together where they can, if `apart` is "";
+        else it is why they do not, in words, or None if that needs no words."""
         super().__init__(num_pieces, round_size, packing)
-        self.exact = exact
+        self.exact, self._apart, self._keeps = exact, apart, False
+        self.host: HostState | None = None
 
     def attach(
         self,
@@ -82,7 +92,12 @@ class AllReduce(LockstepStrategy):
         if self._active is not None:
             self.gradient_sum = RunningSum()
         self.buckets: GradientBuckets[Sum] | None = None
-        if mesh.data.num_ranks > 1:
+        before, self.host = self.host, None if self._apart is None else self._share(self._apart)
+        if self.host is not None:
+            self._attach_to_host(self.host)
+        elif before is not None:
+            before.give_back()
+        if self.host is None and mesh.data.num_ranks > 1:
             codec = self.packing.name if self.packing else "none"
             self._tree = self.rounds.tree() if self.packing is None else ranks_tree(mesh.data)
             num_rows = self._tree.num_rows if self.exact and self.packing is None else 1
@@ -116,6 +131,17 @@ class AllReduce(LockstepStrategy):
         if self.buckets is not None:
             self.buckets.close()
             self.buckets = None
+        if self.host is not None:
+            self.host.leave()
+
+    def settled(self) -> None:
+        """All ranks hold the same state. Every rank calls it after `attach`, before a step."""
+        if self.host is not None:
+            self.host.settle()
+
+    def keep_gradients(self) -> None:
+        """Let `gradients` find them after an update: a copy, where ranks share memory."""
+        self._keeps = True
 
     def microbatch(self, first: bool, last: bool) -> AbstractContextManager[object]:
         if first:
@@ -130,6 +156,10 @@ class AllReduce(LockstepStrategy):
                 self.buckets.begin()
             if self.packing is not None:
                 self.packing.begin()
+            if self.host is not None:
+                self.host.begin()
+        if last and self.host is not None:
+            self.host.linears.arm()
         if last and self.buckets is not None:
             # In a pipeline a gradient is complete only when the whole round is.
             self.buckets.arm(self.gradient_sum, early=self.round_size == 1)
@@ -140,11 +170,19 @@ class AllReduce(LockstepStrategy):
         agreed = self._agree(local)
         if not want_norm:
             return agreed
+        if self.host is not None:
+            self.host.add_up()
+            return agreed._replace(norm=self._norm.of(self.host.own_gradients()))
         if self.mesh.is_cut:
             return agreed._replace(norm=self._norm.of(_present(self._counted)))
         return agreed._replace(norm=gradient_norm(_present(self.parameters)))
 
     def update(self, scale: float, check: bool = True) -> bool:
+        if (host := self.host) is not None:
+            if check:
+                host.add_up()
+            step = partial(host.step, scale, self._keeps)
+            return self.attached.update(host.own_gradients() if check else (), 1.0, check, step)
         alike = not self.mesh.is_cut  # replicas hold the same gradients, parts of one do not
         if self.packing is None or self.buckets is None:
             return self.attached.update(self._gradients(), scale, check, self.attached.step, alike)
@@ -155,11 +193,15 @@ class AllReduce(LockstepStrategy):
         return True
 
     def gradients(self) -> dict[str, list[Slice]]:
+        if self.host is not None:
+            return self.host.gradients(self.attached.holding)
         present = {n: p.grad.to_dense() for n, p in self.named.items() if p.grad is not None}
         return slices(present, self.attached.holding)
 
     @staticmethod
     def costs(layout: RankLayout) -> StepCosts:
+        if layout.shares:
+            return costs_of_shared(layout)
         is_cut = layout.plan.cuts_model  # else every rank has the whole gradient, and its norm
         extra = added_up(_held_meanwhile(layout), residual_memory(layout))
         memory = memory_of_parts(layout, _held_gradients(layout), extra)
@@ -183,7 +225,10 @@ class AllReduce(LockstepStrategy):
         agreed, touched = self.rounds.agree(local, self.buckets.touched, self._finish_sums)
         if self.packing is not None:
             touched = self._with_late(touched)
-        self.buckets.assign_gradients(touched)
+        if self.host is None:
+            self.buckets.assign_gradients(touched)
+        else:
+            self.host.agreed(touched)
         return agreed
 
     def _finish_sums(self) -> None:
@@ -221,7 +266,36 @@ class AllReduce(LockstepStrategy):
             return _present(self.parameters)
         return (bucket.rows[0] for bucket in self.buckets.buckets)
 
+    def _share(self, apart: str) -> HostState | None:
+        """What ranks of one host share; None if they cannot, which is said once."""
+        data, held = self.mesh.data, self.attached
+        if data.num_ranks == 1 or self.mesh.is_cut or not self.parameters:
+            return None
+        why = "" if data.shares_memory else "they are not of one host, or cannot share memory"
+        why = apart or why or why_apart(held.model, held.optimizer)
+        if why:
+            if not data.rank:
+                warn_once(f"Each rank holds parameters and optimizer state of its own: {why}.")
+            return None
+        counts = self.mesh.counts
+        blocks = blocks_by_rank(self.rounds.num_rounds, data.num_ranks, counts=counts)
+        if not self.exact:  # a rank's sum is one term
+            blocks = blocks_by_rank(data.num_ranks, data.num_ranks)
+        return HostState.make(data, held.model, held.optimizer, self.named, blocks)
+
+    def _attach_to_host(self, host: HostState) -> None:
+        """Gradients go to where all ranks read them, and nothing is sent."""
+        made: list[GradientBucket] = []
+        for number, buffer in enumerate(host.layout.buffers):
+            rows = host.gradient_rows(number)
+            made.append(PlacedBucket(buffer.indices, self.parameters, rows, buffer.starts))
+        self.buckets = GradientBuckets(self.parameters, made, len(made[0].rows), self._start)
+        own = host.own_segments()
+        self._norm = SharedNorm(self.mesh.world, sum(num_blocks(s.length) for _, s in own))
+
     def _start(self, bucket: GradientBucket) -> Sum:
+        if self.host is not None:
+            return Reduction(bucket.rows[0], Pending())
         if self.packing is not None:
             assert self.buckets is not None
             number = len(self.buckets.sent)

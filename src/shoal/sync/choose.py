@@ -38,8 +38,10 @@ def make_strategy(
     num_steps: int,
     meets_after: Callable[[int], bool] = lambda step: True,
     loss_scale: Callable[[], float] = lambda: 1.0,
+    apart: str = "",
 ) -> Strategy:
-    """`meets_after` says after which steps the whole state is wanted; `loss_scale` is of now."""
+    """`meets_after` says after which steps the whole state is wanted; `loss_scale` is of now;
+    `apart` is why ranks of one host may not hold parameters and state together, in words."""
     chosen, exact, round_size = strategy_class(plan), plan.sums == "exact", plan.num_microbatches
     timetable = FragmentSchedule(plan.local_steps, plan.fragments, num_steps)
     rule = OuterConfig(*plan.outer_rates, make_codec(plan.codec)) if plan.has_anchor else None
@@ -69,7 +71,7 @@ def make_strategy(
         packing = GradientPacking(plan.codec, num_steps, loss_scale)
     if chosen is ZeroSharded:
         return ZeroSharded(plan.num_pieces, plan.zero == 2, round_size, packing)
-    return AllReduce(plan.num_pieces, exact, round_size, packing)
+    return AllReduce(plan.num_pieces, exact, round_size, packing, apart if plan.shares else None)
 
 
 def _push_packing(
@@ -78,6 +80,12 @@ def _push_packing(
     if plan.codec == "none":
         return None
     return GradientPacker(plan.codec, plan.precision == "fp16", num_steps, loss_scale)
+
+
+def settled(strategy: Strategy) -> None:
+    """All ranks of a new mesh hold the same state. Every rank must call it before a step."""
+    if isinstance(strategy, AllReduce):
+        strategy.settled()
 
 
 def wait_for_parameters(strategy: Strategy) -> None:

@@ -113,6 +113,8 @@ class PlanFacts:
     tables: Mapping[str, "TableLookups"] = field(default_factory=dict)
     is_lazy: bool = False  # whether there are tables that take memory as rows are touched
     phases: Sequence[str] = ()  # of the first step, by name; none of a plain one
+    # Whether ranks of one host, which all are, may hold parameters and state together.
+    shares: bool = False
 
     @cached_property
     def ranks(self) -> list["RankLayout"]:
@@ -141,10 +143,16 @@ class RankLayout:
         self.rounds = share(self.place.data, num_replicas, self.num_rounds)
         self.tree = _tree(self.num_rounds, num_replicas)
         self.piece_tree = _tree(self.num_rounds, num_replicas, size)
+        self.tree_of_ranks = _tree(num_replicas, num_replicas)
 
     @property
     def num_replicas(self) -> int:
         return self.plan.num_replicas
+
+    @property
+    def shares(self) -> bool:
+        """Whether this rank holds parameters and optimizer state together with all others."""
+        return self.facts.shares and self.plan.shares and self.num_replicas > 1
 
     @cached_property
     def stages(self) -> list[StageSpec]:

@@ -2,6 +2,7 @@
 
     plan                  alike on all replicas                       held once
     data                  parameters, buffers, optimizer state
+    data, in one memory   buffers                                     each rank's share of the rest
     zero=1, 2             parameters, buffers                         optimizer state
     zero=3                what FSDP2 left whole, buffers              shards, and their state
     servers, in lockstep  the workers' parameters, buffers            on servers (`server/shard.py`)
@@ -21,6 +22,7 @@ from shoal.numerics.offload import is_offloaded
 from shoal.numerics.reserved import ReservedParameter
 from shoal.parallel.fsdp import held_parameters
 from shoal.parallel.striping import tables_of, weights_of
+from shoal.sync.allreduce import AllReduce
 from shoal.sync.digests import CachedListing, NamedTensor, TensorListing
 from shoal.sync.guard import tensors_in
 from shoal.sync.local import LocalSGD
@@ -41,9 +43,13 @@ class StateInventory:
         several = self._attached.mesh.data.num_ranks > 1
         self._shares = several and strategy.in_lockstep and not isinstance(strategy, LocalSGD)
         self._alike, own = list[NamedTensor](), list[NamedTensor]()
+        self._host = strategy.host if isinstance(strategy, AllReduce) else None
         for name, tensor, is_whole in self._parameters():
             found = self._alike if self._shares and is_whole else own
             found.append((tensor, ("model", name)))
+        if self._host is not None:  # one memory for all: each guards what it alone writes
+            kept = [(t, name) for t, name in self._alike if name[1] not in self._host.names]
+            self._alike, own = kept, [*own, *self._host.own_parameters()]
         self.own_weights = TensorListing.of(own)
         self._shared = {id(tensor) for tensor, _ in self._alike}
         self._in_step, self._own_state = CachedListing(), CachedListing()
@@ -113,6 +119,9 @@ class StateInventory:
         """Of the optimizer: that of parameters which replicas share, or the rest."""
         if self._is_served or is_offloaded(self._attached.optimizer):
             return  # servers have it, or files
+        if self._host is not None:
+            yield from () if shared else self._host.own_state()
+            return
         steps_on_parts = isinstance(self._strategy, ZeroSharded)
         state = self._attached.optimizer.state
         for p, run in self._attached.runs.items():  # whose order is the same on all

@@ -15,7 +15,9 @@ weights. `plan` are the plan keys that its `costs` go by; what it declares is he
 real step sends. The fixture `pool` (`shoal.testing.ranks`) must be there. Cost: some 100 ms a test.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
@@ -33,14 +35,16 @@ from shoal.parallel.apply import Survey
 from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
+from shoal.sync.allreduce import AllReduce
+from shoal.sync.choose import settled
 from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
 from shoal.sync.state import MemorySource, ShardedState
 from shoal.sync.strategy import GlobalStep, LocalStep, Strategy
 from shoal.testing.ranks import Pool, import_function, importable_name
 
-EVEN = [4, 4, 4, 4, 4, 4]
-UNEVEN = [4, 2, 5, 3, 6, 2]
-WITH_EMPTY = [4, 3, 5, 2, 4, 0]  # as the last batch of an epoch may be
+EVEN = (4, 4, 4, 4, 4, 4)
+UNEVEN = (4, 2, 5, 3, 6, 2)
+WITH_EMPTY = (4, 3, 5, 2, 4, 0)  # as the last batch of an epoch may be
 RARE_PIECE = 2  # the only one to use the parameter `rare`
 NUM_STEPS = 6
 WIDTH = 40  # of matrices that a codec packs
@@ -75,12 +79,12 @@ class Interrupted(Exception):
 class Drive:
     """Does with a strategy what the trainer does, step by step."""
 
-    def __init__(self, mesh: Mesh, factory: str, sizes: list[int], seed: int = 1):
+    def __init__(self, mesh: Mesh, factory: str, sizes: Sequence[int], seed: int = 1):
         torch.manual_seed(seed)
         self.mesh, self.sizes = mesh, sizes
         self.model = Network()
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1, fused=True)
         self.seeds = PieceSeeds(self.model, seed=0)
         self.strategy: Strategy = import_function(factory)(len(sizes))
         self.attach()
@@ -88,6 +92,7 @@ class Drive:
 
     def attach(self) -> None:
         self.strategy.attach(self.model, self.optimizer, self.mesh)
+        settled(self.strategy)
         self.own = share(self.mesh.rank, self.mesh.num_ranks, len(self.sizes))
 
     def step(self, step: int, poison: float = 1.0) -> bool:
@@ -133,6 +138,7 @@ class Drive:
                 name, whole, offset = _read(key)
                 tensors.setdefault(name, []).append(Slice(tensor, whole, offset))
         self.strategy.load_state_dict(MemorySource(ShardedState(tensors, plain)), step)
+        settled(self.strategy)
 
     def report(self) -> dict[str, Any]:
         self.strategy.detach()
@@ -179,14 +185,14 @@ def _assembled(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-def _undisturbed(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any]:
+def _undisturbed(mesh: Mesh, factory: str, sizes: Sequence[int]) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
     for step in range(NUM_STEPS):
         assert drive.step(step)
     return drive.report()
 
 
-def _attached_again(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any]:
+def _attached_again(mesh: Mesh, factory: str, sizes: Sequence[int]) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
     for step in range(NUM_STEPS):
         assert drive.step(step)
@@ -195,7 +201,7 @@ def _attached_again(mesh: Mesh, factory: str, sizes: list[int]) -> dict[str, Any
     return drive.report()
 
 
-def _moved(mesh: Mesh, factory: str, sizes: list[int], at_step: int) -> dict[str, Any]:
+def _moved(mesh: Mesh, factory: str, sizes: Sequence[int], at_step: int) -> dict[str, Any]:
     first = Drive(mesh, factory, sizes)
     for step in range(at_step):
         first.step(step)
@@ -208,7 +214,7 @@ def _moved(mesh: Mesh, factory: str, sizes: list[int], at_step: int) -> dict[str
     return second.report() | {"losses": losses + second.losses}
 
 
-def _poisoned(mesh: Mesh, factory: str, sizes: list[int], everywhere: bool) -> dict[str, Any]:
+def _poisoned(mesh: Mesh, factory: str, sizes: Sequence[int], everywhere: bool) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
     bad = everywhere or mesh.rank == mesh.num_ranks - 1
     for step in range(NUM_STEPS):
@@ -223,7 +229,7 @@ def _poisoned(mesh: Mesh, factory: str, sizes: list[int], everywhere: bool) -> d
     return drive.report()
 
 
-def _aborted(mesh: Mesh, factory: str, sizes: list[int], regroup: bool) -> dict[str, Any]:
+def _aborted(mesh: Mesh, factory: str, sizes: Sequence[int], regroup: bool) -> dict[str, Any]:
     drive = Drive(mesh, factory, sizes)
     for step in range(NUM_STEPS):
         if step in (0, 3):
@@ -237,7 +243,7 @@ def _aborted(mesh: Mesh, factory: str, sizes: list[int], regroup: bool) -> dict[
     return drive.report()
 
 
-def _gradients(mesh: Mesh, factory: str, sizes: list[int]) -> list[str]:
+def _gradients(mesh: Mesh, factory: str, sizes: Sequence[int]) -> list[str]:
     drive = Drive(mesh, factory, sizes)
     drive.step(0)
     drive.exchange(1)
@@ -246,11 +252,13 @@ def _gradients(mesh: Mesh, factory: str, sizes: list[int]) -> list[str]:
     return found
 
 
-def _costs(mesh: Mesh, factory: str, sizes: list[int], keys: str) -> dict[str, Any]:
+def _costs(mesh: Mesh, factory: str, sizes: Sequence[int], keys: str) -> dict[str, Any]:
     """What a strategy declares, and what it sends and holds: in a step, or a window of them."""
     plan = Plan.parse(f"data={mesh.num_ranks} pieces={len(sizes)} {keys}")
     drive = Drive(mesh, factory, sizes)
-    declared = drive.strategy.costs(RankLayout(_facts(plan), mesh.rank))
+    host = drive.strategy.host if isinstance(drive.strategy, AllReduce) else None
+    facts = dataclasses.replace(_facts(plan), shares=host is not None)
+    declared = drive.strategy.costs(RankLayout(facts, mesh.rank))
     for step in range(plan.local_steps):
         assert drive.step(step)
     with pytest.MonkeyPatch.context() as monkey:
@@ -259,7 +267,12 @@ def _costs(mesh: Mesh, factory: str, sizes: list[int], keys: str) -> dict[str, A
             assert drive.step(step)
         sent, count = mesh.bytes_sent - before, counter.count
     storages = {s.data_ptr(): s for s in (p.untyped_storage() for p in drive.model.parameters())}
-    groups = drive.optimizer.param_groups
+    held = sum(storage.nbytes() for storage in storages.values())
+    stepped = sum(p.numel() for group in drive.optimizer.param_groups for p in group["params"])
+    if host is not None:  # all hold it once
+        own = [p for p in drive.model.parameters() if not p.requires_grad]
+        held = host.rows[0].nbytes // mesh.num_ranks + sum(p.nbytes for p in own)
+        stepped = sum(s.length for _, s in host.own_segments())
     drive.strategy.detach()
     return {
         "declared": {
@@ -271,8 +284,8 @@ def _costs(mesh: Mesh, factory: str, sizes: list[int], keys: str) -> dict[str, A
         "real": {
             "bytes": sent,
             "messages": count,
-            "parameters": sum(storage.nbytes() for storage in storages.values()),
-            "stepped": sum(p.numel() for group in groups for p in group["params"]),
+            "parameters": held,
+            "stepped": stepped,
         },
     }
 
@@ -319,12 +332,21 @@ def _facts(plan: Plan) -> PlanFacts:
     )
 
 
+@cache
+def _run_undisturbed(
+    pool: Pool, num_ranks: int, factory: Factory, sizes: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """What the ranks answer; many tests compare with it."""
+    return pool.run(_undisturbed, num_ranks, importable_name(factory), sizes)
+
+
 class StrategyConformance:
     """Inherit, give `factory`, and say how near to one rank the strategy is meant to come."""
 
     parity: Literal["bits", "close", "none"] = "bits"  # none: it trains something else on purpose
     agrees_every_step = True  # whether all ranks agree on gradients in every exchange
     holds_all = True  # whether every rank holds the whole state
+    holds_gradient = True  # and the whole gradient
     # Of a plan that chooses it, beside data and pieces. Every update is checked here, as by fp16.
     plan = "precision=fp16"
 
@@ -340,12 +362,12 @@ class StrategyConformance:
     @pytest.mark.parametrize("sizes", [EVEN, UNEVEN, WITH_EMPTY], ids=["even", "uneven", "empty"])
     @pytest.mark.parametrize("num_ranks", [2, 3, 4])
     def test_many_ranks_train_what_one_does(
-        self, pool: Pool, factory: Factory, num_ranks: int, sizes: list[int]
+        self, pool: Pool, factory: Factory, num_ranks: int, sizes: tuple[int, ...]
     ) -> None:
         if self.parity == "none":
             pytest.skip("this strategy does not train what one rank would, on purpose")
-        (one,) = pool.run(_undisturbed, 1, importable_name(factory), sizes)
-        many = pool.run(_undisturbed, num_ranks, importable_name(factory), sizes)
+        (one,) = _run_undisturbed(pool, 1, factory, sizes)
+        many = _run_undisturbed(pool, num_ranks, factory, sizes)
         groups = [[answer] for answer in many] if self.holds_all else [many]
         for group in groups:
             self._compare(
@@ -355,7 +377,7 @@ class StrategyConformance:
             )
 
     def test_all_ranks_end_alike(self, pool: Pool, factory: Factory) -> None:
-        first, *others = pool.run(_undisturbed, 3, importable_name(factory), EVEN)
+        first, *others = _run_undisturbed(pool, 3, factory, EVEN)
         models = [
             {n: t for n, t in answer["state"].items() if n.startswith('["model.')}
             for answer in (first, *others)
@@ -402,7 +424,8 @@ class StrategyConformance:
         self, pool: Pool, factory: Factory, num_ranks: int
     ) -> None:
         found = pool.run(_gradients, num_ranks, importable_name(factory), EVEN)
-        for names in found if self.holds_all else [sorted(set().union(*found))]:
+        holds_all = self.holds_all and self.holds_gradient
+        for names in found if holds_all else [sorted(set().union(*found))]:
             assert "unused" not in names and "frozen" not in names
             assert "head.weight" in names
             if self.agrees_every_step:  # the rank that has the piece, and all the others
@@ -424,7 +447,7 @@ class StrategyConformance:
         disturbed: Callable[..., dict[str, Any]],
         *arguments: Any,
     ) -> None:
-        plain = pool.run(_undisturbed, num_ranks, importable_name(factory), EVEN)
+        plain = _run_undisturbed(pool, num_ranks, factory, EVEN)
         others = pool.run(disturbed, num_ranks, importable_name(factory), EVEN, *arguments)
         for mine, theirs in zip(others, plain, strict=True):
             self._compare(mine, theirs, bits=True)

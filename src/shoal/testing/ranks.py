@@ -151,10 +151,6 @@ class Pool:
         self._listener.close()
         self._fork_server.close()
 
-    @property
-    def fork_server_pid(self) -> int:
-        return self._fork_server.pid
-
     def pids(self) -> set[int]:
         """The processes that stay for the whole test run."""
         known = {self._fork_server.pids.get(number) for number, _ in self._ranks}

@@ -14,6 +14,7 @@ from shoal.data.balance import LoadBalancer, StragglerDetector, can_balance
 from shoal.data.split import shares
 from shoal.events.events import BalancedEvent, SlowEvent
 from shoal.plans.plan import Plan
+from shoal.sync.choose import settled
 
 if TYPE_CHECKING:
     from shoal.training.trainer import Trainer
@@ -56,6 +57,7 @@ def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:
         return
     trainer.strategy.detach()
     trainer.take_place(mesh._replace(counts=tuple(move.after)))
+    settled(trainer.strategy)
     if mesh.rank == 0:
         trainer.seat.emit(
             BalancedEvent(

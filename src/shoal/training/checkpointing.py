@@ -143,8 +143,8 @@ class Checkpointer:
         if not damaged and (problems or self._needs_one):
             told = " ".join(problems) or "There is none any more."
             raise BadCheckpoint(
-                f"No checkpoint in {self.store} can be gone on from. {told} Remove them to begin "
-                "anew."
+                f"No checkpoint in {self.store} can be resumed from. {told} Remove them to begin "
+                "again at step 0."
             )
         self._begin(trainer, first)
 

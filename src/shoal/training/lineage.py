@@ -146,7 +146,7 @@ def audit_run(record: RunRecord, data: Source) -> Audit:
         found.problems.insert(
             0,
             f"the quarantine file {names} is not there, so it is not known which samples were left "
-            f"out ({told} were, by the record); put it back, or make it anew from the run's logs",
+            f"out ({told} were, by the record); put it back, or make it again from the run's logs",
         )
     elif found.num_left_out < told:
         found.problems.insert(

@@ -188,6 +188,12 @@ class Run:
         return saves or self.evaluates_after(step) or step == self.num_steps()
 
     @property
+    def writes_weights(self) -> str:
+        """What of the recipe may write to weights between two updates, in words; or ""."""
+        found = "callbacks" if self.callbacks else "a step of the recipe's own"
+        return f"{found} may write to them" if self.callbacks or self.step is not None else ""
+
+    @property
     def meets_every(self) -> list[int]:
         """After how many steps each time, beside the last, the whole state is wanted."""
         evaluates = None if self.evaluate is None else self.evaluates_every

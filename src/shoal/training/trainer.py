@@ -28,7 +28,7 @@ from shoal.numerics.offload import offload_state
 from shoal.numerics.precision import LossScale
 from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
-from shoal.sync.choose import make_strategy, served_tables
+from shoal.sync.choose import make_strategy, served_tables, settled
 from shoal.sync.consistency import Consistency
 from shoal.system.memory import give_back_freed_memory
 from shoal.training.balancing import make_balancer, rebalance
@@ -79,7 +79,10 @@ class Trainer:
         self.state = LoopState.of(self.callbacks)  # that the loop keeps
         self.loss_scale, self.progress = LossScale(plan.precision), RankProgress()
         scale = self.loss_scale
-        self.strategy = make_strategy(plan, run.num_steps(), run.meets_after, lambda: scale.value)
+        apart = run.writes_weights or ("a loop of a script's own may write to them" if loop else "")
+        self.strategy = make_strategy(
+            plan, run.num_steps(), run.meets_after, lambda: scale.value, apart
+        )
         self.consistency = Consistency(run.check_every, seat.emit)
         self._num_heard = 0  # answers that this rank's caller has
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
@@ -266,6 +269,7 @@ class Trainer:
             self._unseen, self._num_heard = self.last_info, 0
             self._is_fresh = not self.strategy.in_lockstep and self.progress.served < self.step
         self.checkpointer.restore(self)
+        settled(self.strategy)
         if self.loop is not None:
             self.loop.settled(self.optimizer)
         self.seat.formed(self.step)

@@ -65,7 +65,7 @@ def reports_of_losses(steps: Iterable[TrialStep], num_steps: int) -> list[TrialR
 class RecordReader:
     """Reads what a trial's run has recorded so far, again and again.
 
-    Its files may be cut when a run is resumed from an earlier step; then they are read anew.
+    Its files may be cut when a run is resumed from an earlier step; then they are read again.
     """
 
     def __init__(self, run_dir: Path, goal: Goal, *, evaluates: bool):

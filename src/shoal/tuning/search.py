@@ -259,7 +259,7 @@ def _row(trial: Any, run_dir: str) -> FinishedTrial:
 
 
 def _sampler(options: SearchOptions, space: AnySpace, number: int) -> Any:
-    """The sampler of one draw. What it learns from is in the storage, so it can be made anew."""
+    """The sampler of one draw. What it learns from is in the storage, not in it."""
     samplers, name = _optuna().samplers, options.sampler
     text = f"{options.seed}:{number}".encode()
     seed = int.from_bytes(hashlib.sha256(text).digest()[:4], "big")

@@ -63,7 +63,7 @@ class EventFields:
 
 
 class SeatHistory(msgspec.Struct):
-    """The seat of a rank or a server: who sits there now, and when nobody did."""
+    """The seat of a rank or a server: which process has it now, and when none had it."""
 
     host: int = 0
     pid: int = 0
@@ -117,7 +117,7 @@ class History:
             self._add(incident)
 
     def ended(self, time: float) -> None:
-        """The run is over: nobody comes back."""
+        """The run is over: no process comes back."""
         for seat in self.seats.values():
             if seat.gone and seat.gone[-1][1] is None:
                 seat.gone[-1] = (seat.gone[-1][0], max(time, seat.gone[-1][0]))

@@ -22,7 +22,7 @@ from shoal.storage.decoding import reason, try_decode_json
 from shoal.storage.files import read_regular_file
 from shoal.storage.run_dir import RUN, owner_of
 from shoal.ui.history import History
-from shoal.ui.records import RunState
+from shoal.ui.records import RunHead
 from shoal.ui.step_buckets import StepRow
 
 STUDY, RESULT = "study.json", "result.json"
@@ -33,18 +33,10 @@ TAIL_BYTES = 64 << 10
 _OURS = {"checkpoints", "logs", "tensorboard", "images", "servers", "sockets", "trace"}
 
 
-class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+class RunRow(RunHead, frozen=True, kw_only=True):
     """One run of a list. `id` is its path below the directory."""
 
     id: str
-    name: str
-    state: RunState
-    reason: str = ""
-    recipe: str = ""
-    plan: str = ""
-    step: int = 0
-    num_steps: int = 0
-    loss: float | None = None
     changed_at: float = 0.0
     study: str = ""
 

@@ -117,11 +117,10 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float = 0.0
 
 
-class RunView(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is shown of one run."""
+class RunHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What is shown of a run in a list of runs, too."""
 
     name: str
-    path: str
     state: RunState
     reason: str = ""
     recipe: str = ""
@@ -129,6 +128,12 @@ class RunView(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     num_steps: int = 0
     loss: float | None = None
+
+
+class RunView(RunHead, frozen=True, kw_only=True):
+    """All that is shown of one run."""
+
+    path: str
     began_at: float | None = None
     seen_at: float = 0.0  # the last that is known of it
     remaining_s: float | None = None

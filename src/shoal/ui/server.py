@@ -129,7 +129,7 @@ class Views:
 
 
 class TokenGuard:
-    """Lets nobody in without the token, nor through another name than loopback's."""
+    """Refuses a request without the token, or by another name than loopback's."""
 
     def __init__(self, app: ASGIApp, port: int, token: str):
         self._app, self._token = app, token

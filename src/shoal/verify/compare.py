@@ -244,7 +244,8 @@ class StepComparison:
             place = TensorLocation(self.step, rank, "gradient", key)
             parts = recorded.parts("gradient", key)
             expected = gradient is not None and recorded.parts("held", name)
-            if self.plan.zero in (1, 2) or self.plan.num_servers:  # its parts are not the weight's
+            # Where each steps on a share of them, its parts are not the weight's.
+            if self.plan.zero in (1, 2) or self.plan.num_servers or self.plan.shares:
                 expected = gradient is not None and parts
             if bool(parts) != bool(expected):
                 _diverge(self.verdict, place, math.inf)

@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from shoal.cluster.local import LocalBackend, NotLoaded, await_facts
-from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.elastic.supervisor import SupervisorResult
 from shoal.elastic.worker import prepare_training, set_rank_threads, set_single_thread
 from shoal.errors import PlanError
@@ -30,6 +29,7 @@ from shoal.parallel.layout import Slice
 from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace
+from shoal.sync.allreduce import AllReduce
 from shoal.sync.choose import served_tables
 from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
 from shoal.training.callbacks import has_callbacks
@@ -87,11 +87,6 @@ def verify(
             run_dir,
             backend=LocalBackend(),
             watch=watch,
-            members=lambda started: Membership(
-                started.facts["num_ranks"],
-                started.facts["num_servers"],
-                MembershipOptions(num_spares=0),
-            ),
             stop_timeout_s=STOP_S,
             prepared=facts.update,
         )
@@ -224,4 +219,6 @@ class StepRecorder:
 
 def recording_hooks(trainer: Trainer, run_dir: Path) -> Sequence[Any]:
     """The hooks that `shoal verify` adds to each rank."""
+    if isinstance(trainer.strategy, AllReduce):
+        trainer.strategy.keep_gradients()
     return [StepRecorder(trainer, run_dir / "verify")]

@@ -155,6 +155,7 @@ def test_a_recipe_says_what_is_state_and_what_is_tied(
     assert list(CheckpointReader(DirectoryStore(tmp_path), "a")) == ["model.embed.weight"]
 
 
+@pytest.mark.full
 def test_a_hugging_face_model_inside_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

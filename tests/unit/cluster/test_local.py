@@ -27,6 +27,7 @@ class Hangs:
         return index, index
 
 
+@pytest.mark.full
 def test_a_sample_that_never_comes_ends_the_preparation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,7 @@ def test_memory_is_what_a_process_of_one_rank_really_takes(
     apart = msgspec.structs.replace(profile.process, with_ranks=0, with_command=0)
     bare = msgspec.structs.replace(profile, process=apart)
     (told,) = memory_of_ranks(bare, resolve(run(), "data=1 accumulate=2", None), CORES)
-    assert told.peak == pytest.approx(between.own_bytes, rel=0.15)
+    assert told.peak == pytest.approx(between.own_bytes, rel=0.25)
 
 
 def test_shapes_tell_the_same_activations_as_values() -> None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.errors import UsageError
@@ -46,6 +46,7 @@ def test_steps_beyond_the_last_are_refused() -> None:
 
 
 @given(st.text(max_size=12))
+@example("\x1f7")  # white space to `strip`, and not to `int`
 def test_any_text_is_steps_or_refused(text: str) -> None:
     with suppress(UsageError):
         assert parse_steps(text)[0] >= 1

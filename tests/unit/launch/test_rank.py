@@ -1,13 +1,23 @@
 """How a run ended, by how the ranks that a launcher started did; which of them are unlike."""
 
+import faulthandler
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.elastic.messages import Failed
 from shoal.errors import RUN_AGAIN, UsageError
-from shoal.launch.rank import RankEnd, how_all_ended
+from shoal.launch.rank import RankEnd, how_all_ended, train_as_rank
 from shoal.launch.rank_peers import RankCard, refuse_unlike_cards
+from shoal.launch.train import Options
+from shoal.testing.ranks import Pool
+from shoal.training.options import Recipe
 from shoal.world import World
 
 WORLD = World(0, 3, 0, 3, "mpirun")
@@ -69,3 +79,56 @@ def test_unlike_commands_are_named() -> None:
         refuse_unlike_cards({0: usual, 1: other})
     with pytest.raises(UsageError, match="Rank 1 was told of 3 ranks, and rank 0 of 2"):
         refuse_unlike_cards({0: usual, 1: RankCard(3, "host", 2, dict(usual.given))})
+
+
+def test_clear_text_between_hosts_is_refused(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(UsageError, match="cross the network in clear"):
+        train(tmp_path / "run", Options(), World(0, 2, 0, 1, "torchrun"))
+
+
+def train(run_dir: Path, options: Options, world: World) -> int:
+    tiny = Path(__file__).parents[2] / "system/tiny.py"
+    return train_as_rank(
+        Recipe.named(f"{tiny}:line", {"steps": "2"}),
+        options,
+        run_dir,
+        world,
+        watch=lambda event: None,
+        prepared=lambda facts, run_dir: None,
+        show=lambda outcome: outcome.exit_code,
+    )
+
+
+def test_a_program_that_is_a_rank_finds_its_log_as_it_was(pool: Pool, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    done = pool.start(
+        embed_a_rank,
+        str(tmp_path / "run"),
+        environment={"OMP_NUM_THREADS": "1"},
+        directory=tmp_path,
+        output=tmp_path / "output",
+        errors=errors,
+    )
+    assert done.wait() == 0, errors.read_text()
+    assert "of the program" in errors.read_text()
+    log = (tmp_path / "run/logs/rank-000.log").read_text()
+    assert "of the program" not in log and "DEBUG" in log
+
+
+def embed_a_rank(run_dir: str) -> int:
+    """What a program does that logs and prints in its own way, and trains as a launched rank."""
+    log, own, output = logging.getLogger("shoal"), logging.StreamHandler(), sys.stdout
+    log.addHandler(own)
+    log.setLevel(logging.ERROR)
+    faulthandler.enable()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    code = train(Path(run_dir), Options(log_level="debug"), World(launcher="torchrun"))
+    assert (log.handlers, log.level, log.propagate) == ([own], logging.ERROR, True)
+    assert sys.stdout is output and faulthandler.is_enabled()
+    log.error("of the program")
+    return code

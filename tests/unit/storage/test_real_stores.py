@@ -1,8 +1,6 @@
 """Checkpoints, shards and data files on real stores: HDFS by two protocols, S3 of SeaweedFS."""
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +33,11 @@ def hdfs() -> Iterator[Hdfs]:
 @pytest.fixture(scope="module")
 def s3() -> Iterator[str]:
     pytest.importorskip("s3fs", reason="needs the extra s3")
-    other = os.environ.get("SHOAL_TEST_S3", "").split()  # its URL, key and secret: Ceph's, say
-    with pytest.MonkeyPatch.context() as patched, ExitStack() as held:
-        url, key, secret = other or (
-            held.enter_context(start_seaweedfs()).url,
-            S3_KEY,
-            S3_SECRET,
-        )
+    with pytest.MonkeyPatch.context() as patched, start_seaweedfs() as server:
         for name, value in {
-            "AWS_ACCESS_KEY_ID": key,
-            "AWS_SECRET_ACCESS_KEY": secret,
-            "AWS_ENDPOINT_URL_S3": url,
+            "AWS_ACCESS_KEY_ID": S3_KEY,
+            "AWS_SECRET_ACCESS_KEY": S3_SECRET,
+            "AWS_ENDPOINT_URL_S3": server.url,
             "AWS_DEFAULT_REGION": "us-east-1",
         }.items():
             patched.setenv(name, value)

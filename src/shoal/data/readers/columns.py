@@ -13,7 +13,7 @@ their place would change the type of the others.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.orders import order_of
-from shoal.data.readers.records import BadRecord, hash_parts, require_columns
+from shoal.data.readers.records import BadRecord, Indices, hash_parts, require_columns
 from shoal.data.sources import Ids, map_tensors, normalize_index
 from shoal.data.transforms.fingerprint import identity_of
 from shoal.errors import UsageError, require
@@ -33,20 +33,32 @@ class Irregular(Exception):
     """Values that do not make one array; the message says why."""
 
 
-class ColumnSource(Protocol):
-    """A source whose columns can be had as arrays, one row for each id."""
+class ColumnSource:
+    """Rows by index whose columns can be had as arrays; tables of all kinds inherit this."""
 
     columns: tuple[str, ...]
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    def __str__(self) -> str: ...
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.many([index])[0]
+
+    def many(self, ids: Indices) -> list[dict[str, Any]]:
+        """Many rows, by few questions."""
+        raise NotImplementedError
 
     def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Raises `Irregular` when some column of these rows is no array."""
+        """Columns of some rows; raises `Irregular` when one of them is no array."""
+        raise NotImplementedError
 
     def unfit(self, name: str) -> str | None:
         """What a column holds, if that is no numbers and cannot be an array."""
+        return None
+
+    def pairs(self, inputs: ColumnChoice, target: ColumnChoice) -> "ColumnPairs":
+        """Pairs for training: a column, a list or a dict of them for each of the two."""
+        return ColumnPairs(self, inputs, target)
 
 
 class ColumnPairs:

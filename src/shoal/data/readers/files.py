@@ -14,10 +14,9 @@ import io
 import os
 import re
 import stat
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
@@ -73,7 +72,8 @@ class Files:
             raise UsageError("no file was named. A source reads one or more.")
         self._paths = [path_of(path, "a reader").removeprefix("file://") for path in given]
         self.names = [redact_url(path) for path in self._paths]
-        self._disk, self._web = PerProcess(_HandleCache), RemoteFiles(options_of(options), patience)
+        self._disk = PerProcess(lambda: lru_cache(MOST_HANDLES)(_Handle))
+        self._web = RemoteFiles(options_of(options), patience)
         self.stamps = [self._look(number) for number in range(len(self._paths))]
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class Files:
         path, stamp = self._paths[number], self.stamps[number]
         if is_url(path):
             return self._web.read(path, start, stop, stamp)
-        return self._disk.get().read(path, start, stop, stamp)
+        return self._disk.get()(path).read(start, stop, stamp)
 
     def blocks(self, number: int) -> Iterator[bytes]:
         """A whole file, block by block."""
@@ -180,29 +180,9 @@ class _VersionedObjects(ObjectClient):
         return {path[start:]: _stamp_of(entry, path) for path, entry in found.items()}
 
 
-class _HandleCache:
-    """The handles of one process. A handle closes itself when no read uses it any more."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._handles: OrderedDict[str, _Handle] = OrderedDict()
-
-    def read(self, path: str, start: int, stop: int, stamp: Stamp) -> bytes:
-        return self._handle(path).read(start, stop, stamp)
-
-    def _handle(self, path: str) -> "_Handle":
-        with self._lock:
-            handle = self._handles.get(path)
-            if handle is None:
-                handle = self._handles[path] = _Handle(path)
-                if len(self._handles) > MOST_HANDLES:
-                    self._handles.popitem(last=False)
-            else:
-                self._handles.move_to_end(path)
-            return handle
-
-
 class _Handle:
+    """An open file, which closes itself when no read uses it any more."""
+
     def __init__(self, path: str):
         self.number = -1
         self._path = path

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.readers.columns import (
-    ColumnChoice,
-    ColumnPairs,
+    ColumnSource,
     Irregular,
     array_of,
     is_numeric,
@@ -38,7 +37,7 @@ from shoal.data.validate import texts_of
 from shoal.errors import UsageError
 
 
-class HuggingFaceRows:
+class HuggingFaceRows(ColumnSource):
     """Made by `huggingface`: each row a dict. `columns` are those that rows have."""
 
     def __init__(self, dataset: Any, columns: Sequence[str] | None):
@@ -56,9 +55,6 @@ class HuggingFaceRows:
     def __str__(self) -> str:
         return f"the dataset of {self._num_rows} rows"
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.many([index])[0]
-
     def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows, by one question to the dataset."""
         ids = normalize_indices(ids, len(self))
@@ -67,7 +63,6 @@ class HuggingFaceRows:
         return [dict(zip(self.columns, row, strict=True)) for row in zip(*values, strict=True)]
 
     def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Columns of some rows, as arrays."""
         table = self._table(ids)
         found = {}
         for name in names:
@@ -84,10 +79,6 @@ class HuggingFaceRows:
 
     def identity(self) -> str:
         return hash_parts("huggingface", self._fingerprint, self.columns)
-
-    def pairs(self, inputs: ColumnChoice, target: ColumnChoice) -> ColumnPairs:
-        """Pairs for training: a column, a list or a dict of them for each of the two."""
-        return ColumnPairs(self, inputs, target)
 
     def unfit(self, name: str) -> str | None:
         kind = self._features.arrow_schema.field(name).type

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from shoal.data.readers.columns import ColumnChoice, ColumnPairs
+from shoal.data.readers.columns import ColumnSource
 from shoal.data.readers.records import BadRecord, Indices, hash_parts, normalize_indices
 from shoal.data.sample_digest import NUM_SAMPLES, digest_sample, spread_indices
 from shoal.data.sources import Ids
@@ -46,18 +46,14 @@ class RowIndex(NamedTuple):
     versions: NDArray[np.uint64] | None = None
 
 
-class KeyedRows:
+class KeyedRows(ColumnSource):
     """Rows by index. A reader gives its index, `_fetch`, and a text that names it."""
 
-    columns: tuple[str, ...]
     _key: str
     _rows: RowIndex
 
     def __len__(self) -> int:
         return len(self._rows.keys)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.many([index])[0]
 
     def _fetch(self, keys: list[Any]) -> Iterable[FoundRow]:
         """The rows with these keys, at most `MOST_KEYS`, in any order."""
@@ -74,16 +70,8 @@ class KeyedRows:
         return [dict(self._checked(at, found[self._key_of(at)]).values) for at in wanted]
 
     def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Columns of some rows, as arrays."""
         rows = self.many(ids)
         return {name: self._column(ids, [row.get(name) for row in rows], name) for name in names}
-
-    def unfit(self, name: str) -> str | None:
-        return None  # what a row holds is known when it is read
-
-    def pairs(self, inputs: ColumnChoice, target: ColumnChoice) -> ColumnPairs:
-        """Pairs for training: a column, a list or a dict of them for each of the two."""
-        return ColumnPairs(self, inputs, target)
 
     def content_name(self) -> str:
         """The same wherever the rows lie: of the question, all keys, and some rows."""

@@ -1,6 +1,7 @@
 """Logs of a broker: entries with offsets, which come without an end and are kept for a time.
 
     shoal.data.redis_log("redis://host:6379/0", "clicks", shuffle=1000)      a stream of Redis
+    shoal.data.kafka_log("broker:9092", "clicks", partition=3)               of Kafka (`kafka.py`)
     shoal.data.consume(MyLog(...))                                           any other broker
 
 A `Log` says where it begins and gives the entries behind an offset; that is all that a broker must
@@ -20,9 +21,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from shoal.data.readers.records import SourceLost
+from shoal.data.readers.records import SourceLost, hash_parts
 from shoal.data.readers.redis import RedisServer
-from shoal.data.streams import StreamSource, stream
+from shoal.data.streams import Bookmark, StreamSource, refuse_below
 from shoal.errors import UsageError
 from shoal.storage.object_client import RETRY_POLICY, RetryPolicy
 
@@ -120,6 +121,11 @@ class RedisLog:
 
         entries, info = self._server.ask(question, self._name)
         num_dropped = int(info["entries-added"]) - int(info["length"])
+        if int(info["entries-added"]) < place.seen:
+            raise SourceLost(
+                f"{self} had {place.seen} entries and ever got {info['entries-added']} by now: it "
+                "was replaced while it was read. Begin a run with these weights (--from)."
+            )
         if num_dropped > place.seen:
             raise LogGap(
                 f"{self} dropped {num_dropped - place.seen} entries behind {place.after} before "
@@ -135,9 +141,33 @@ class RedisLog:
         ]
 
 
-def consume(log: Log, *, shuffle: int = 0, idle_s: float = 600.0) -> StreamSource:
+class LogSource(StreamSource):
+    """A log as a stream; made by `consume`. It is known by its name, for its first entries go."""
+
+    is_lasting = False
+
+    def __init__(self, log: Log, shuffle: int, idle_s: float):
+        super().__init__(lambda: LogReader(log, idle_s), shuffle, None)
+        self.log = log
+
+    def content_name(self) -> str:
+        return hash_parts(str(self.log))
+
+    def _begin_at(self, place: Bookmark) -> bool:
+        """Not from the beginning, as other streams: it may be another one by now."""
+        if super()._begin_at(place):
+            return True
+        raise SourceLost(
+            f"{self.log} gives other entries behind {place.state['after']} than the run read "
+            "there: it was changed, or is another one of that name. Begin a run with these weights "
+            "(--from)."
+        )
+
+
+def consume(log: Log, *, shuffle: int = 0, idle_s: float = 600.0) -> LogSource:
     """A stream of the entries of a log, from the oldest that it holds when a run begins."""
-    return stream(lambda: LogReader(log, idle_s), shuffle=shuffle)
+    refuse_below(0, shuffle, "consume(shuffle=...)")
+    return LogSource(log, shuffle, idle_s)
 
 
 def redis_log(
@@ -148,6 +178,6 @@ def redis_log(
     idle_s: float = 600.0,
     timeout_s: float = 10.0,
     patience: RetryPolicy = RETRY_POLICY,
-) -> StreamSource:
+) -> LogSource:
     """A stream of the entries of a Redis stream that grows, as dicts of bytes, without an end."""
     return consume(RedisLog(url, name, timeout_s, patience), shuffle=shuffle, idle_s=idle_s)

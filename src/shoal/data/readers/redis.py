@@ -19,12 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.readers.records import BadRecord, Indices, SourceLost, normalize_indices
-from shoal.data.readers.retries import PermanentFailure, ask_with_retries
+from shoal.data.readers.retries import RetriedConnection
 from shoal.data.sources import Ids
 from shoal.data.validate import text_of
 from shoal.errors import UsageError, require
 from shoal.storage.object_client import RETRY_POLICY, RetryPolicy, redact_url
-from shoal.system.processes import PerProcess
 
 Answer = TypeVar("Answer")
 _MANY = 1000  # entries of a stream that are read at a time
@@ -34,38 +33,32 @@ class RedisServer:
     """A Redis at a URL, through connections that each process makes for itself."""
 
     def __init__(self, url: str, timeout_s: float, patience: RetryPolicy):
-        self._url, self._patience = text_of(url, "a reader of Redis"), patience
-        self._library = require("redis", "redis")
-        self._clients = PerProcess(lambda: client(url, timeout_s))
-
-    def ask(self, question: Callable[[Any], Answer], name: str) -> Answer:
-        return ask_with_retries(
-            lambda: question(self._clients.get()),
-            self._may_pass,
-            self._patience,
-            f"Redis at {redact_url(self._url)} cannot be asked for {name!r}",
+        self._place = redact_url(text_of(url, "a reader of Redis"))
+        kinds = require("redis", "redis").exceptions
+        refusals = kinds.AuthenticationError | kinds.AuthorizationError
+        passing = kinds.ConnectionError | kinds.TimeoutError | OSError
+        self._server = RetriedConnection(
+            lambda: client(url, timeout_s),
+            lambda opened: opened.close(),
+            lambda error: not isinstance(error, refusals) and isinstance(error, passing),
+            patience,
             "Check the user and the password in the URL, and what lies under this key.",
         )
 
+    def ask(self, question: Callable[[Any], Answer], name: str) -> Answer:
+        return self._server.ask(question, f"Redis at {self._place} cannot be asked for {name!r}")
+
     def require(self, name: str, kind: str) -> None:
         """Refuse a key that is not there, or of another type than wanted."""
-        try:
-            found = self.ask(lambda client: client.type(name), name).decode()
-        except PermanentFailure as error:
-            raise UsageError(str(error)) from error
+        what = f"Redis at {self._place} cannot be asked for {name!r}"
+        found = self._server.ask_first(lambda client: client.type(name), what).decode()
         if found == "none":
-            raise UsageError(f"Redis at {redact_url(self._url)} has no key {name!r}.")
+            raise UsageError(f"Redis at {self._place} has no key {name!r}.")
         if found != kind:
             raise UsageError(
                 f"{name!r} in Redis is a {found}, not a {kind}. Lists are read by redis_list, "
                 "streams by redis_stream."
             )
-
-    def _may_pass(self, error: Exception) -> bool:
-        kinds = self._library.exceptions
-        if isinstance(error, kinds.AuthenticationError | kinds.AuthorizationError):
-            return False
-        return isinstance(error, kinds.ConnectionError | kinds.TimeoutError | OSError)
 
 
 def client(url: str, timeout_s: float) -> Any:

@@ -26,40 +26,11 @@ class PermanentFailure(SourceLost):
     """What failed will not pass by itself; before a run it is the user's to correct."""
 
 
-def ask_with_retries(
-    act: Callable[[], Answer],
-    may_pass: Callable[[Exception], bool],
-    patience: RetryPolicy,
-    what: str,
-    way_out: str,
-) -> Answer:
-    """What `act` returns, at last; `what` names the server and the question.
-
-    `way_out` is the advice for what will not pass by itself.
-    """
-    for failures in range(1, patience.num_tries + 1):
-        try:
-            return act()
-        except ShoalError:
-            raise
-        except Exception as error:
-            said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            if not may_pass(error):
-                raise PermanentFailure(f"{what}: {said}. {way_out}") from error
-            if failures == patience.num_tries:
-                raise SourceLost(
-                    f"{what}: {said}. It was tried {failures} times. Check that the server runs "
-                    "and can be reached, and that no other process holds a lock on what is asked "
-                    "for; then start again."
-                ) from error
-        time.sleep(patience.pause_s(failures))
-    raise AssertionError("at least one try")
-
-
 class RetriedConnection(Generic[Opened]):
     """What each process opens when it first asks, and opens again after a question that failed.
 
     It is closed when it is no longer used; in a fork it is not, for there it is the parent's.
+    `way_out` is the advice for what will not pass by itself.
     """
 
     def __init__(
@@ -74,13 +45,24 @@ class RetriedConnection(Generic[Opened]):
         self._held = PerProcess(lambda: _HeldConnection(connect, close))
 
     def ask(self, question: Callable[[Opened], Answer], what: str) -> Answer:
-        return ask_with_retries(
-            lambda: self._held.get().call(question),
-            self._may_pass,
-            self._patience,
-            what,
-            self._way_out,
-        )
+        """The answer, at last; `what` names the server and the question in an error."""
+        for failures in range(1, self._patience.num_tries + 1):
+            try:
+                return self._held.get().call(question)
+            except ShoalError:
+                raise
+            except Exception as error:
+                said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+                if not self._may_pass(error):
+                    raise PermanentFailure(f"{what}: {said}. {self._way_out}") from error
+                if failures == self._patience.num_tries:
+                    raise SourceLost(
+                        f"{what}: {said}. It was tried {failures} times. Check that the server "
+                        "runs and can be reached, and that no other process holds a lock on what "
+                        "is asked for; then start again."
+                    ) from error
+            time.sleep(self._patience.pause_s(failures))
+        raise AssertionError("at least one try")
 
     def ask_first(self, question: Callable[[Opened], Answer], what: str) -> Answer:
         """Ask before the run: what will not pass by itself is for the user to correct."""

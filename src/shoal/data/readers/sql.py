@@ -15,8 +15,8 @@ with the question itself (a table or column that does not exist, say) is reporte
 
 DB-API knows no timeouts, and some connections may be used only by the thread that made them. So a
 session is a thread that makes one connection and answers one question after the other; who asks
-waits for a bounded time. A session that failed or did not answer is given up, and the next question
-opens another. Each process has its own. Cost: a change of threads for each question.
+waits for a bounded time. A session that failed or did not answer is closed, and the next question
+opens another (`retries.py`). Each process has its own. Cost: a change of threads for each question.
 """
 
 import os
@@ -24,7 +24,6 @@ import queue
 import re
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -33,11 +32,10 @@ from typing import Any, TypeAlias, TypeVar
 from shoal.data.readers import keyed
 from shoal.data.readers.keyed import FoundRow, KeyedRows, RowIndex, index_rows
 from shoal.data.readers.records import require_columns
-from shoal.data.readers.retries import PermanentFailure, ask_with_retries
+from shoal.data.readers.retries import RetriedConnection
 from shoal.data.validate import require_function, text_of, texts_of
 from shoal.errors import UsageError
 from shoal.storage.object_client import RETRY_POLICY, RetryPolicy
-from shoal.system.processes import PerProcess
 
 Connect: TypeAlias = Callable[[], Any]
 Answer = TypeVar("Answer")
@@ -70,29 +68,12 @@ class _ConnectFailed(Exception):
     """No connection came about."""
 
 
-class _Database:
-    """Asks questions; a question is a function of a connection."""
-
-    def __init__(self, connect: Connect, timeout_s: float, patience: RetryPolicy):
-        self._timeout_s, self._patience = timeout_s, patience
-        self._line = PerProcess(lambda: _Session(connect))
-
-    def ask(self, question: Callable[[Any], Answer], what: str) -> Answer:
-        return ask_with_retries(
-            lambda: self._line.get().call(question, self._timeout_s),
-            _may_pass,
-            self._patience,
-            what,
-            _WAY_OUT,
-        )
-
-
 class SqlRows(KeyedRows):
     """Made by `sql`: each row a dict. `columns` are those that rows have."""
 
     def __init__(
         self,
-        database: _Database,
+        database: "RetriedConnection[_Session]",
         origin: str,
         key: str,
         columns: Sequence[str] | None,
@@ -100,7 +81,7 @@ class SqlRows(KeyedRows):
     ):
         self._database, self._origin, self._key, self._version = database, origin, key, version
         self._place = ""
-        self._place = self._asked_first(_place_of, f"{self} cannot be read")
+        self._place = self._ask_first(_place_of, f"{self} cannot be read")
         self._style, known = self._look()
         require_columns([key, *(columns or ())], known, str(self))
         twice = sorted({name for name in known if known.count(name) > 1})
@@ -132,7 +113,8 @@ class SqlRows(KeyedRows):
             with _answered(connection, text, keys) as cursor:
                 return [column[0] for column in cursor.description], cursor.fetchall()
 
-        names, rows = self._database.ask(question, f"rows of {self} cannot be read")
+        what = f"rows of {self} cannot be read"
+        names, rows = self._database.ask(lambda session: session.call(question), what)
         for row in rows:
             values = dict(zip(names, _by_place(row, names), strict=True))
             version = None if self._version is None else values[self._version]
@@ -146,7 +128,7 @@ class SqlRows(KeyedRows):
                 names = [column[0] for column in cursor.description]
             return getattr(_module_of(connection), "paramstyle", None), names
 
-        style, names = self._asked_first(question, f"{self} cannot be read")
+        style, names = self._ask_first(question, f"{self} cannot be read")
         if style not in _MARKS:
             raise UsageError(
                 f"the driver marks parameters in the style {style!r}. Known are "
@@ -163,14 +145,10 @@ class SqlRows(KeyedRows):
                 versioned = self._version is not None
                 return index_rows(_iterate_pages(cursor), self._key, str(self), versioned)
 
-        return self._asked_first(question, f"the keys of {self} cannot be read")
+        return self._ask_first(question, f"the keys of {self} cannot be read")
 
-    def _asked_first(self, question: Callable[[Any], Answer], what: str) -> Answer:
-        """Ask before the run: what will not pass by itself is for the user to correct."""
-        try:
-            return self._database.ask(question, what)
-        except PermanentFailure as error:
-            raise UsageError(str(error)) from error
+    def _ask_first(self, question: Callable[[Any], Answer], what: str) -> Answer:
+        return self._database.ask_first(lambda session: session.call(question), what)
 
 
 def sql(
@@ -212,7 +190,10 @@ def sql(
                 "gives it one: SELECT ... AS name."
             )
     origin = table or f"({text_of(query, 'sql()').strip().rstrip(';')}\n) shoal_rows"
-    return SqlRows(_Database(connect, timeout_s, patience), origin, key, columns, version)
+    database = RetriedConnection(
+        lambda: _Session(connect, timeout_s), _Session.close, _may_pass, patience, _WAY_OUT
+    )
+    return SqlRows(database, origin, key, columns, version)
 
 
 @contextmanager
@@ -251,44 +232,38 @@ def _by_place(row: Any, names: Sequence[str]) -> Sequence[Any]:
 
 
 class _Session:
-    """The session of one process, if one is open."""
+    """A thread that answers questions; once one of them failed it is closed, and not used again."""
 
-    def __init__(self, connect: Connect):
-        self._connect = connect
-        self._lock = threading.Lock()
-        self._jobs: _Jobs | None = None
+    def __init__(self, connect: Connect, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._lock, self._is_closed = threading.Lock(), False
+        threading.Thread(
+            target=_serve, args=(connect, self._jobs), name="shoal-database", daemon=True
+        ).start()
 
-    def call(self, question: Callable[[Any], Answer], timeout_s: float) -> Answer:
+    def call(self, question: Callable[[Any], Answer]) -> Answer:
         answer: Future[Answer] = Future()
-        with self._lock:  # a session that is given up takes no question behind its end
-            jobs = self._jobs = self._jobs or self._open()
-            jobs.put((question, answer))
+        with self._lock:
+            if self._is_closed:  # by another thread, whose question failed
+                raise ConnectionError("the session was closed")
+            self._jobs.put((question, answer))
         try:
-            return answer.result(timeout_s)
-        except Exception as error:
-            self._give_up(jobs)
-            if isinstance(error, TimeoutError) and not answer.done():
-                raise _QueryTimeout(
-                    f"no answer within timeout_s={timeout_s:g}; a question that takes longer, such "
-                    "as that for all keys of a large table, needs sql(timeout_s=...) to be larger"
-                ) from None
-            raise
+            return answer.result(self._timeout_s)
+        except TimeoutError:
+            if answer.done():
+                raise
+            raise _QueryTimeout(
+                f"no answer within timeout_s={self._timeout_s:g}; a question that takes longer, "
+                "such as that for all keys of a large table, needs sql(timeout_s=...) to be larger"
+            ) from None
         finally:
             del answer  # it holds the error, which holds this frame: a session would outlive it
 
-    def _open(self) -> _Jobs:
-        jobs: _Jobs = queue.SimpleQueue()
-        weakref.finalize(self, jobs.put, None)
-        threading.Thread(
-            target=_serve, args=(self._connect, jobs), name="shoal-database", daemon=True
-        ).start()
-        return jobs
-
-    def _give_up(self, jobs: _Jobs) -> None:
+    def close(self) -> None:
         with self._lock:
-            if self._jobs is jobs:
-                self._jobs = None
-                jobs.put(None)
+            self._is_closed = True
+            self._jobs.put(None)
 
 
 def _serve(connect: Connect, jobs: _Jobs) -> None:

@@ -17,9 +17,8 @@ read any row by itself, as text. Needs the extra `parquet`.
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,8 +26,7 @@ from numpy.typing import NDArray
 
 from shoal.data.orders import BlockShuffled
 from shoal.data.readers.columns import (
-    ColumnChoice,
-    ColumnPairs,
+    ColumnSource,
     Irregular,
     array_of,
     is_numeric,
@@ -48,7 +46,7 @@ _ENDINGS = {"feather": "arrow", "ipc": "arrow", "jsonl": "json", "pq": "parquet"
 _BLOCKS = {"parquet": "row group", "arrow": "record batch"}
 
 
-class TableRows:
+class TableRows(ColumnSource):
     """Made by `table` and `parquet`: each row a dict. `columns` are those that rows have."""
 
     recorded_as = "ParquetRows"
@@ -94,9 +92,6 @@ class TableRows:
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
         return f"{self.files.names[0]}{more}"
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.many([index])[0]
-
     def many(self, ids: Indices) -> list[dict[str, Any]]:
         """Many rows; those of one group are taken together."""
         rows: list[dict[str, Any]] = [{}] * len(ids)
@@ -107,7 +102,6 @@ class TableRows:
         return rows
 
     def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        """Columns of some rows, as arrays."""
         parts = list(self._tables(normalize_indices(ids, len(self))))
         back = np.argsort(np.concatenate([places for places, _ in parts]))
         found = {}
@@ -125,10 +119,6 @@ class TableRows:
     def content_name(self) -> str:
         filtered = "" if self._where is None else f" {self.identity()}"
         return f"{self.files.content_name()}{filtered}"
-
-    def pairs(self, inputs: ColumnChoice, target: ColumnChoice) -> ColumnPairs:
-        """Pairs for training: a column, a list or a dict of them for each of the two."""
-        return ColumnPairs(self, inputs, target)
 
     def unfit(self, name: str) -> str | None:
         kind = self._schema.field(name).type
@@ -170,29 +160,15 @@ class _Decoded:
     """The blocks that one process decoded last."""
 
     def __init__(self, files: Files, kind: str, columns: Sequence[str], where: Where, window: int):
-        self._files, self._kind, self._window = files, kind, window
-        self._columns, self._where = list(columns), where
         self._lock = threading.Lock()  # a file's reader serves one thread at a time
-        self._open: OrderedDict[int, _TableFile] = OrderedDict()
-        self._tables: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        names, opened = list(columns), lru_cache(window)(lambda file: _open(files, file, kind))
+        self._read = lru_cache(window)(
+            lambda file, block: opened(file).read(block, names, where)  # of no cycle of references
+        )
 
     def table(self, file: int, block: int) -> Any:
         with self._lock:
-            if (file, block) not in self._tables:
-                opened = self._file(file)
-                self._tables[file, block] = opened.read(block, self._columns, self._where)
-                if len(self._tables) > self._window:
-                    self._tables.popitem(last=False)
-            self._tables.move_to_end((file, block))
-            return self._tables[file, block]
-
-    def _file(self, file: int) -> "_TableFile":
-        if file not in self._open:
-            self._open[file] = _open(self._files, file, self._kind)
-            if len(self._open) > self._window:
-                self._open.popitem(last=False)
-        self._open.move_to_end(file)
-        return self._open[file]
+            return self._read(file, block)
 
 
 class _TableFile:

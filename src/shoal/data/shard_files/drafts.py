@@ -8,7 +8,6 @@ is ever removed. One process builds a set at a time; a directory is locked, for 
 up to you.
 """
 
-import fcntl
 import os
 import re
 from collections.abc import Iterable
@@ -34,6 +33,7 @@ from shoal.data.shard_files.format import (
 from shoal.data.shard_files.locations import ShardBucket, ShardDirectory, ShardLocation, ShardMirror
 from shoal.errors import UsageError
 from shoal.storage.decoding import try_decode_json
+from shoal.storage.files import try_lock
 from shoal.storage.object_client import ObjectClient
 from shoal.storage.store import DirectoryStore
 
@@ -78,15 +78,13 @@ class FolderDraft:
         """Resume a draft, or begin one; refuses if another process has it."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(self._lock):
             os.close(self._lock)
             self._lock = -1
             raise UsageError(
                 f"{self._target} is being built by another process. Wait for it, or choose "
                 "another directory."
-            ) from None
+            )
         for name in os.listdir(self.path):
             if name.endswith(".part"):  # of a build that was killed
                 os.unlink(self.path / name)

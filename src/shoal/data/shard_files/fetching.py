@@ -11,7 +11,6 @@ once over the network, then mapped like a local one; a reader that needs it mean
 `shard_source.py`.
 """
 
-import errno
 import fcntl
 import os
 import re
@@ -19,13 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from shoal.data.shard_files.blocks import open_shard
 from shoal.data.shard_files.format import BadShards, Index, shard_name
 from shoal.errors import UsageError
-from shoal.storage.object_client import ObjectClient
+from shoal.storage.files import try_lock
+from shoal.storage.object_client import ObjectClient, answer_within
 from shoal.system.processes import PerProcess
 
 CACHE_BYTES = 16 << 30
@@ -206,32 +207,14 @@ def run_within(
     seconds: float | None = None,
     cancelled: threading.Event | None = None,
 ) -> Answer:
-    """What `act` returns, if it does so in time. Left behind, it may not keep the process alive."""
+    """What `act` returns, if it does so in time."""
     patience_s = PATIENCE_S if seconds is None else seconds
-    answers: list[Answer] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(act())
-        except BaseException as error:  # noqa: BLE001 (raised again by the caller)
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="shoal-fetch", daemon=True)
-    thread.start()
-    deadline = time.monotonic() + patience_s
-    while cancelled is not None and thread.is_alive() and time.monotonic() < deadline:
-        _refuse_cancelled(cancelled)
-        thread.join(_LOOK_S)
-    thread.join(max(0.0, deadline - time.monotonic()))
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise FetchTimeout(
-            f"cannot {what}: no answer within {patience_s:g} s. The store or the network is too "
-            "slow; try again, or copy the shards to a disk."
-        )
-    return answers[0]
+    late = FetchTimeout(
+        f"cannot {what}: no answer within {patience_s:g} s. The store or the network is too "
+        "slow; try again, or copy the shards to a disk."
+    )
+    look = None if cancelled is None else partial(_refuse_cancelled, cancelled)
+    return answer_within(patience_s, act, late, look)
 
 
 @contextmanager
@@ -239,17 +222,10 @@ def _alone(path: Path, cancelled: threading.Event | None) -> Iterator[None]:
     """One process of a host fetches a shard, the others wait for it, for a bounded time."""
     deadline = time.monotonic() + PATIENCE_S
     with open(path, "a", encoding="utf-8") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    break  # a disk without locks: both fetch, and both copies are good
-                if time.monotonic() > deadline:
-                    break
-            _refuse_cancelled(cancelled)
-            time.sleep(_LOOK_S)
+        with suppress(OSError):  # a disk without locks: both fetch, and both copies are good
+            while not try_lock(lock) and time.monotonic() < deadline:
+                _refuse_cancelled(cancelled)
+                time.sleep(_LOOK_S)
         try:
             yield
         finally:

@@ -23,16 +23,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import xxhash
 
 from shoal.data.validate import require_whole
 from shoal.errors import UsageError
 from shoal.logs import log
-from shoal.storage.files import try_lock, write_atomic
+from shoal.storage.files import read_hashed, try_lock, write_hashed
 from shoal.storage.run_dir import cache_directory
 from shoal.system.processes import die_with_parent
 
-_MAGIC = b"shoal-transforms-1 xxh3:"
+_MAGIC = b"shoal-transforms-1"
 _LEAST_SHARE = 256  # samples
 _MOST_SHARES = 256
 _PATIENCE_S = 20.0  # without any share finished, before one in other hands is done again
@@ -105,7 +104,7 @@ def _work_out(job: PassJob, folder: Path, workers: int) -> bytes:
         whole = [part for part in parts if part is not None]
         if len(whole) == len(parts):
             merged = job.merge(whole)
-            write_atomic(kept, _header(merged) + merged)
+            write_hashed(kept, _MAGIC, merged)
             shutil.rmtree(place, ignore_errors=True)
             _sweep(folder)
             return merged
@@ -158,7 +157,7 @@ class _JobShares:
                 if not is_mine:
                     log.warning("%s: share %d is overdue; doing it here", self.job.what, number)
                 part = self.job.work(self.shares[number])
-                write_atomic(self.path(number), _header(part) + part)
+                write_hashed(self.path(number), _MAGIC, part)
                 return True
         except FileNotFoundError:
             if self.kept.exists():  # another process merged the parts and took them away
@@ -246,19 +245,14 @@ def _is_in_work(place: Path) -> bool:
     return False
 
 
-def _header(body: bytes) -> bytes:
-    return _MAGIC + xxhash.xxh3_128_hexdigest(body).encode() + b"\n"
-
-
 def _read(path: Path) -> bytes | None:
     """What was written there; None if nothing was, or something else is there now."""
     try:
-        content = path.read_bytes()
+        body = read_hashed(path, _MAGIC)
     except FileNotFoundError:
         return None
-    header, _, body = content.partition(b"\n")
-    if header + b"\n" == _header(body):
-        return body
+    if body is not None:
+        return bytes(body)
     log.warning("%s is damaged; it is computed again", path)
     path.unlink(missing_ok=True)
     return None

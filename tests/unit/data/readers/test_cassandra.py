@@ -46,6 +46,8 @@ def to(server: Server, **options: Any) -> Callable[[], Any]:
 def server() -> Iterator[Server]:
     with start_cassandra() as started:
         held = to(started)()  # the driver's own thread runs while any session is open
+        for _ in range(8):  # and all threads of its pool, of which one might start in a test
+            held.cluster.executor.submit(time.sleep, 0.05)
         yield started
         held.cluster.shutdown()
 

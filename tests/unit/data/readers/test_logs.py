@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shoal.data.batches import Batches
+from shoal.data.identity import content_name
+from shoal.data.ledger import audit, mark_samples
 from shoal.data.readers.logs import LogGap, LogPlace, consume, redis_log
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
@@ -74,6 +77,36 @@ def test_entries_that_are_dropped_before_they_are_read_are_counted(
     assert numbers(fresh, 0, 3) == [15, 16, 17]
 
 
+def test_a_log_is_known_by_its_name_for_its_first_entries_go(client: Any, server: Server) -> None:
+    """Or a run could not be resumed once the broker dropped what it began with."""
+    before = content_name(redis_log(server.url, "log"))
+    client.xtrim("log", maxlen=10, approximate=False)
+    assert content_name(redis_log(server.url, "log")) == before
+    client.xadd("other", {"n": 0}, id="1-0")
+    assert content_name(redis_log(server.url, "other")) != before
+
+
+def test_a_log_that_was_replaced_is_not_read_on(client: Any, server: Server) -> None:
+    mark = redis_log_at(redis_log(server.url, "log"), 12)
+    client.delete("log")
+    for number in range(30):
+        client.xadd("log", {"n": -number}, id=f"{number + 1}-0")
+    again = redis_log(server.url, "log")
+    again.go_to(mark)
+    with pytest.raises(SourceLost, match=r"'log' gives other entries behind \d+-0 than the run"):
+        numbers(again, 12, 16)
+
+
+def test_a_log_that_is_replaced_while_it_is_read_is_found(client: Any, server: Server) -> None:
+    """Its new entries lie behind the old ones, and some between the two may be lost."""
+    source = redis_log(server.url, "log")
+    numbers(source, 0, 30)
+    client.delete("log")
+    client.xadd("log", {"n": 99}, id="99-0")
+    with pytest.raises(SourceLost, match=r"'log' had 30 entries and ever got 1 by now"):
+        numbers(source, 30, 31)
+
+
 def test_a_log_that_grows_is_waited_for(client: Any, server: Server) -> None:
     source = redis_log(server.url, "log")
     with ThreadPoolExecutor(1) as threads:
@@ -126,3 +159,18 @@ def test_a_log_of_ones_own_is_shuffled_and_resumed() -> None:
     again = consume(log, shuffle=10)
     again.go_to(mark)
     assert sorted(numbers(again, 20, 40)) == list(range(20, 40))
+
+
+def test_an_audit_of_a_log_that_dropped_its_first_entries_says_so() -> None:
+    """And accuses no step."""
+    log = ListLog()
+    run = Batches(consume(log), batch_size=8)
+    steps = [{"step": n + 1, "mark": mark_samples(run.source, run.at(n).ids)} for n in range(6)]
+    assert audit(steps, Batches(consume(log), batch_size=8)).num_marked == 6
+    log.num_dropped = 20
+    found = audit(steps, Batches(consume(log), batch_size=8))
+    assert (found.num_marked, found.num_wrong, found.num_unmarked) == (0, 0, 6)
+    assert len(found.problems) == 1 and "which its broker has dropped" in found.problems[0]
+    steps[3]["mark"] = 1
+    log.num_dropped = 0
+    assert audit(steps, Batches(consume(log), batch_size=8)).num_wrong == 1

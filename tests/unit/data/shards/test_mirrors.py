@@ -10,6 +10,7 @@ import torch
 
 import shoal
 from shoal.cli.main import run_here
+from shoal.data.shard_files import drafts
 from shoal.data.shard_files.format import BadShards
 from shoal.data.shard_files.locations import open_location, read_index
 from shoal.data.shard_files.syncing import sync
@@ -114,6 +115,33 @@ def test_half_a_mirror(places: tuple[Path, Path], tmp_path: Path) -> None:
     shutil.rmtree(places[0])
     shoal.data.build(data, mirror(places, "1"), shard_bytes=400)
     assert content(mirror(places)).equal(VALUES)
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+def test_a_copy_that_is_cut_short_goes_on(
+    built: str, memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The target goes away after some shards, and comes back: these are not copied again."""
+    target = str(tmp_path / "c") if kind == "directory" else "memory://sets/c"
+    draft = drafts.FolderDraft if kind == "directory" else drafts.BucketDraft
+    write, room = draft.write, [3]  # a note, and two shards
+
+    def until_it_is_away(self: Any, file: str, parts: Any) -> None:
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(5, "it is away")
+        write(self, file, parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(draft, "write", until_it_is_away)
+        with pytest.raises(UsageError, match=r"cannot be written: it is away.*what was copied is"):
+            sync(built, target)
+    with pytest.raises(UsageError, match="holds no set"):
+        shoal.data.shards(target)
+    num_shards = len(read_index(open_location(built)).shards)
+    assert num_shards > 3 and sync(built, target).num_shards == num_shards - 2
+    copies = {} if kind == "directory" else {"cache_dir": tmp_path / "copies"}
+    assert shoal.data.shards(target, **copies).take(np.arange(100))[0].equal(VALUES)
 
 
 def test_a_mirror_with_a_url(memory: Any, tmp_path: Path) -> None:

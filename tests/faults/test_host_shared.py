@@ -1,0 +1,71 @@
+"""A death while ranks write to the memory that all of them read tears nothing: the same bits."""
+
+import pytest
+
+from tests.support.faults import Trained, check_ledger, check_recovered, check_same, check_survivors
+
+NUM_STEPS = 60
+POINTS = ["update.known", "update.logged", "update.torn", "update.done"]
+
+
+@pytest.fixture(scope="session")
+def apart(undisturbed_under) -> Trained:
+    """Ranks that each hold parameters and state of their own."""
+    return undisturbed_under("data=3 memory=apart")
+
+
+def check(trained: Trained, apart: Trained, replaced: list[int]) -> None:
+    check_same(trained, apart)
+    check_ledger(trained, NUM_STEPS)
+    check_survivors(trained, replaced)
+    check_recovered(trained, dict.fromkeys(replaced, "killed by SIGKILL"))
+
+
+def test_ranks_that_share_train_the_bits_of_those_apart(undisturbed, apart) -> None:
+    check_same(undisturbed, apart)
+
+
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        pytest.param(point, rank, marks=[] if i == rank + 1 else [pytest.mark.full])
+        for i, point in enumerate(POINTS)
+        for rank in range(3)
+    ],
+)
+def test_a_kill_within_an_update(start, apart, point: str, rank: int) -> None:
+    check(start(f"{point}:kill:member={rank}:step=20").wait(), apart, [rank])
+
+
+@pytest.mark.parametrize("point", ["update.logged", "update.torn"])
+def test_whoever_stands_in_for_a_dead_rank_may_die_too(start, apart, point: str) -> None:
+    """Rank 2 does what both left."""
+    armed = [f"{point}:kill:member=1:step=20", "update.standing_in:kill:member=0:step=20"]
+    trained = start(*armed).wait()
+    check_same(trained, apart)
+    check_ledger(trained, NUM_STEPS)
+
+
+def test_without_the_memory_each_rank_holds_its_own_and_says_so(start, apart) -> None:
+    trained = start("host_state.share:full:member=0").wait()
+    check_same(trained, apart)
+    told = (trained.run_dir / "logs" / "rank-000.log").read_text()
+    assert "Ranks of one host hold parameters of their own: " in told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("point", POINTS)
+def test_a_rank_that_is_stopped_within_an_update_is_replaced(start, apart, point: str) -> None:
+    trained = start(f"{point}:stop:member=1:step=20").wait()
+    check_same(trained, apart)
+    check_ledger(trained, NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    "what", ["model.0.weight", pytest.param("exp_avg", marks=pytest.mark.full)]
+)
+def test_a_flipped_bit_ends_the_run_and_names_the_rank(start, what: str) -> None:
+    """Rank 1 owns the first layer: gradients come in reverse order."""
+    trained = start(f"step.begin:flip:member=1:step=20:what={what}", plan="data=2").wait()
+    assert trained.exit_code == 1
+    assert "State of rank 1 was corrupted" in trained.last_words and what in trained.last_words

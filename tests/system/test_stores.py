@@ -1,0 +1,206 @@
+"""Runs whose data or checkpoints lie on servers that go away, come back and hold passwords."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.main import run_here
+from shoal.testing.ranks import Pool
+from tests.support.faults import Trained, check_ledger, check_same, start
+from tests.support.servers import PASSWORD, start_postgres, start_redis
+
+RECIPES = Path(__file__).with_name("stored.py")
+SECRET = "hunter2%2Fsecret"
+pytestmark = pytest.mark.timeout(240)
+KINDS = ("entries", "documents", "rows", "cached")
+
+
+@contextmanager
+def stored(kind: str) -> Iterator[Any]:
+    """A server that holds 400 numbers, which wants a password."""
+    numbers = range(400)
+    with ExitStack() as held:
+        if kind == "rows":
+            psycopg = pytest.importorskip("psycopg", reason="needs the extra sql")
+            server = held.enter_context(start_postgres())
+            with psycopg.connect(server.url) as made:
+                made.execute("CREATE TABLE samples (n int PRIMARY KEY)")
+                made.cursor().executemany(
+                    "INSERT INTO samples VALUES (%s)", [(n,) for n in numbers]
+                )
+        elif kind == "documents":
+            pytest.importorskip("pymongo", reason="needs the extra mongodb")
+            from tests.support.mongo_wire import start_mongo
+
+            documents = {"science.samples": [{"_id": n, "n": n} for n in numbers]}
+            server = held.enter_context(start_mongo(documents, password="hunter2secret"))
+        else:
+            redis = pytest.importorskip("redis", reason="needs the extra redis")
+            server = held.enter_context(start_redis("hunter2secret"))
+            with redis.Redis.from_url(server.url) as made:
+                made.rpush("list", *numbers)
+                for number in numbers:
+                    made.xadd("log", {"n": number}, id=f"{number + 1}-0")
+        yield server
+
+
+def begin(pool: Pool, kind: str, url: str, run_dir: Path, *options: str, **settings: Any) -> Any:
+    return start(
+        pool,
+        f"{RECIPES}:{kind}",
+        run_dir,
+        plan="data=2",
+        settings=settings,
+        options=options,
+        environment={"STORE_URL": url},
+    )
+
+
+def check_hidden(trained: Trained, *secrets: str) -> None:
+    """In no file of the run, and in nothing that it said."""
+    files = [path for path in trained.run_dir.rglob("*") if path.is_file()]
+    said = [*trained.run_dir.parent.glob("*.out"), *trained.run_dir.parent.glob("*.err")]
+    assert files and said
+    for path in (*files, *said):
+        content = path.read_bytes()
+        for secret in secrets:
+            assert secret.encode() not in content, f"{secret!r} is in {path}"
+
+
+@pytest.mark.full
+def test_a_run_on_a_log_goes_on_where_it_was(pool: Pool, tmp_path: Path) -> None:
+    """Though the broker has dropped the entries that it began with."""
+    with stored("log") as server:
+        first = begin(pool, "log", server.url, tmp_path / "run", steps=10).wait()
+        assert first.exit_code == 0, first.errors
+        redis = pytest.importorskip("redis")
+        with redis.Redis.from_url(server.url) as made:
+            made.xtrim("log", maxlen=400 - 70, approximate=False)
+        again = begin(pool, "log", server.url, tmp_path / "run", "--resume", steps=20).wait()
+        assert again.exit_code == 0, again.errors
+        assert [record["step"] for record in again.steps()] == list(range(1, 21))
+        with redis.Redis.from_url(server.url) as made:
+            made.delete("log")
+            for number in range(400):
+                made.xadd("log", {"n": -number}, id=f"{number + 1}-0")
+        other = begin(pool, "log", server.url, tmp_path / "run", "--resume", steps=22).wait()
+        assert other.exit_code != 0
+        assert "gives other entries behind" in other.errors
+        check_hidden(other, "hunter2secret")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_goes_away_in_mid_run_and_comes_back(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    with stored(kind) as server:
+        undisturbed = begin(pool, kind, server.url, tmp_path / "alone").wait()
+        assert undisturbed.exit_code == 0, undisturbed.errors
+        training = begin(pool, kind, server.url, tmp_path / "run", pause=0.1)
+        training.wait_for_step(5)
+        if kind in ("entries", "cached"):  # which has nothing on a disk
+            server.pause()
+            time.sleep(2.0)
+            server.resume()
+        else:
+            server.stop()
+            time.sleep(1.0)
+            server.start()
+        trained = training.wait()
+        check_same(trained, undisturbed)
+        check_ledger(trained, 20)
+        check_hidden(trained, "hunter2secret", PASSWORD)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["entries", "documents", "rows"])
+def test_a_server_that_stays_away_ends_the_run_by_name(
+    pool: Pool, tmp_path: Path, kind: str
+) -> None:
+    with stored(kind) as server:
+        training = begin(pool, kind, server.url, tmp_path / "run", pause=0.05)
+        training.wait_for_step(5)
+        server.stop()
+        trained = training.wait(120.0)
+        assert trained.exit_code == 1, trained.errors
+        assert "It was tried 6 times" in trained.errors
+        check_hidden(trained, "hunter2secret", PASSWORD)
+        again = begin(pool, kind, server.url, tmp_path / "again").wait(120.0)
+        assert again.exit_code in (1, 2) and "It was tried 6 times" in again.errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["entries", "documents", "rows", "cached"])
+def test_wrong_credentials_are_refused_and_not_shown(pool: Pool, tmp_path: Path, kind: str) -> None:
+    with stored(kind) as server:
+        wrong = server.url.replace("hunter2secret", SECRET).replace(PASSWORD, SECRET)
+        trained = begin(pool, kind, wrong, tmp_path / "run").wait()
+        assert trained.exit_code == 2, trained.errors
+        assert "hunter2" not in trained.errors + trained.output
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Any]:
+    pytest.importorskip("s3fs", reason="needs the extra s3")
+    from shoal.storage.object_client import ObjectClient, RetryPolicy
+    from tests.support.store_servers import S3_KEY, S3_SECRET, start_seaweedfs
+
+    with pytest.MonkeyPatch.context() as patched, start_seaweedfs() as server:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": S3_KEY,
+            "AWS_SECRET_ACCESS_KEY": S3_SECRET,
+            "AWS_ENDPOINT_URL_S3": server.url,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            patched.setenv(name, value)
+        client = ObjectClient("s3://shoal-runs", {}, RetryPolicy(30, 0.2, 1.0))
+        client._request("make", "", lambda system, path: system.mkdir(path))
+        yield server
+
+
+@pytest.mark.full
+def test_a_store_of_a_mirror_goes_away_and_is_caught_up(
+    pool: Pool, tmp_path: Path, s3: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints go on in the other store; what was missed is copied, and either is enough."""
+    places = f"[{tmp_path}/kept,s3://shoal-runs/{tmp_path.name}]"
+    training = start(
+        pool,
+        f"{RECIPES.with_name('tiny.py')}:line",
+        tmp_path / "run",
+        plan="data=2",
+        settings={"pause": 0.05, "steps": 60, "save_every": 5, "keep": "all"},
+        options=("--checkpoints", f"mirror://1{places}"),
+    )
+    training.wait_for_step(12)
+    s3.stop()
+    training.wait_for_step(25)
+    s3.start()
+    trained = training.wait(180.0)
+    assert trained.exit_code == 0, trained.errors
+    check_hidden(trained, os.environ["AWS_SECRET_ACCESS_KEY"])
+    away = f"s3://shoal-runs/{tmp_path.name}"
+    assert run_here(["checkpoint", "convert", f"mirror://1{places}", away, "--missing"]) == 0
+    assert "checkpoint" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "kept").iterdir() if not path.name.startswith(".")}
+    from shoal.storage.object_store import open_store
+
+    assert set(open_store(away).names()) == names and len(names) >= 12
+    for where in (str(tmp_path / "kept"), away, f"mirror://{places}"):
+        assert run_here(["checkpoint", "verify", where]) == 0
+    s3.stop()
+    resumed = start(
+        pool,
+        f"{RECIPES.with_name('tiny.py')}:line",
+        tmp_path / "run",
+        plan="data=1 accumulate=2",
+        options=("--resume", "--set", "steps=62", "--checkpoints", f"mirror://{places}"),
+    ).wait(180.0)
+    s3.start()
+    assert resumed.exit_code != 0, "a mirror of which each store must have all was one short"
