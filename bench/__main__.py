@@ -28,7 +28,7 @@ BENCHES = (
     *("checkpoint-stall", "checkpoint-load", "checkpoint-verify"),
     *("load", "resume", "straggler", "shared", "diloco", "slow-link", "guard", "codecs", "server"),
     *("async-straggler", "sparse", "tune", "distill", "prune", "quantize", "fuse", "submit"),
-    *("predict-time", "predict-memory", "regret", "simulate", "ui", "ui-recording"),
+    *("predict", "regret", "simulate", "ui", "ui-recording"),
 )
 RESULTS = harness.ROOT / "bench" / "results.json"
 PLOT = harness.ROOT / "bench" / "results.svg"

@@ -64,9 +64,7 @@ def measure(quick: bool) -> Iterator[Row]:
     for num_ranks, floors in FLOORS.items():
         for size, floor in floors.items():
             words = size, "quick" if quick else "full"
-            yield _row(
-                num_ranks, size, floor, ranks.start("collectives", num_ranks, Times, *words)
-            )
+            yield _row(num_ranks, size, floor, ranks.start("collectives", num_ranks, Times, *words))
 
 
 def _row(num_ranks: int, size: str, floor: float, times: Times) -> Row:

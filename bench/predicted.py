@@ -1,8 +1,10 @@
-"""Cells for the benches of predictions: recipes under plans, run by `shoal train`, and predicted.
+"""Cells for the bench of predictions: recipes under plans, run by `shoal train`, and predicted.
 
 A cell is run as a user runs it: ranks forked by the supervisor, on this machine. Its seconds are
 the median of its steps, without the first ones; its memory is the peak PSS of the rank that held
-most, read beside it. The profile is made in this process, the cluster is measured once.
+most, read beside it. Recipes are profiled as `shoal plan` does it, the cluster is measured once.
+
+`python -m bench.predicted RECIPE [PLAN ...]` prints cells, and appends them to PREDICTED_CELLS.
 """
 
 import importlib
@@ -12,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import psutil
@@ -24,11 +27,12 @@ from bench import harness
 from shoal.cost.cluster import Cluster
 from shoal.cost.predict import Prediction, predict
 from shoal.cost.profile import Profile
-from shoal.cost.profiler import profile_run
 from shoal.cost.this_machine import measure_cluster
 from shoal.training.run import resolve
 
-STEPS, WARM = 40, 6
+KEPT = "PREDICTED_CELLS"
+STEPS, FEWEST, WARM = 40, 15, 6
+RUN_S = 4.0  # of steps, in a cell
 POLL_S = 0.05
 PATIENCE_S = 600.0
 DENSE = (
@@ -46,12 +50,27 @@ CELLS = {
 }
 
 
-class Measured(msgspec.Struct, frozen=True):
+class Measured(NamedTuple):
     """A cell as it ran."""
 
     step_s: float
-    least_s: float  # of a step
     peak_bytes: int  # PSS of the rank that held most
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """A recipe under a plan: what was measured in the better of its runs, and what was told."""
+
+    recipe: str
+    plan: str
+    step_s: float
+    apart: float  # by how much its runs differ
+    peak_bytes: int
+    told_s: float
+    told_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}: {self.plan}"
 
 
 def fits_cores(plan: str) -> bool:
@@ -71,14 +90,65 @@ def recipe_run(recipe: str) -> Any:
 
 @cache
 def profile(recipe: str) -> Profile:
-    return profile_run(recipe_run(recipe), fresh=True)
+    """Made by a command of its own, as a user's is: what processes share depends on who forks."""
+    with tempfile.TemporaryDirectory() as cache_dir:
+        # Any cluster will do: a profile knows none, and a shipped one need not be measured.
+        words = ["plan", f"recipes/{recipe}.py:small", "--cluster", "cores-2", "--ranks", "1"]
+        subprocess.run(
+            [sys.executable, "-m", "shoal", *words],
+            cwd=harness.ROOT,
+            env={**harness.child_environment(), "SHOAL_CACHE": cache_dir},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        (kept,) = Path(cache_dir, "profiles", "recipes").iterdir()
+        return msgspec.json.decode(kept.read_bytes(), type=Profile)
 
 
 def predicted(recipe: str, plan: str) -> Prediction:
     return predict(profile(recipe), resolve(recipe_run(recipe), plan, None), cluster())
 
 
-def run_cell(recipe: str, plan: str, num_steps: int = STEPS) -> Measured:
+def num_parameters(recipe: str) -> int:
+    return profile(recipe).num_parameters
+
+
+def model_bytes(recipe: str) -> int:
+    return 4 * num_parameters(recipe)
+
+
+def in_turns(recipe: str, plans: Sequence[str]) -> list[Cell]:
+    """Each plan twice; memory is the most of both."""
+    told = {plan: predicted(recipe, plan) for plan in plans}
+    steps = {p: max(FEWEST, min(STEPS, round(RUN_S / told[p].step_s))) for p in plans}
+    laps = [
+        {plan: run_cell(recipe, plan, steps[plan]) for plan in order}
+        for order in (plans, plans[::-1])
+    ]
+    found = []
+    for plan in plans:
+        times, peaks = zip(*(lap[plan] for lap in laps), strict=True)
+        found.append(
+            Cell(
+                recipe,
+                plan,
+                min(times),
+                max(times) / min(times) - 1,
+                max(peaks),
+                told[plan].step_s,
+                told[plan].memory.peak,
+            )
+        )
+    return found
+
+
+def read_cells(kept: Path) -> list[Cell]:
+    """The newest of each recipe and plan."""
+    cells = [msgspec.json.decode(line, type=Cell) for line in kept.read_bytes().splitlines()]
+    return list({cell.name: cell for cell in cells}.values())
+
+
+def run_cell(recipe: str, plan: str, num_steps: int) -> Measured:
     """Run it, and read its steps and its memory; nothing is left behind."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) / "run"
@@ -103,7 +173,7 @@ def run_cell(recipe: str, plan: str, num_steps: int = STEPS) -> Measured:
             raise harness.ArmFailed(f"{recipe} under {plan} ended with {run.returncode}: {said}")
         rows = [msgspec.json.decode(line) for line in (where / "metrics.jsonl").open("rb")]
     laps = [sum(row["times"].values()) for row in rows if "times" in row]
-    return Measured(statistics.median(laps[WARM:]), min(laps[WARM:]), peak)
+    return Measured(statistics.median(laps[WARM:]), peak)
 
 
 def _watch(run: "subprocess.Popen[bytes]") -> int:
@@ -114,18 +184,21 @@ def _watch(run: "subprocess.Popen[bytes]") -> int:
             main = psutil.Process(run.pid)
             forkers = main.children()
             ranks = [rank for forker in forkers for rank in forker.children()]
-            most = max([most, *map(_peak, ranks)])
+            family = 1 + len(forkers) + len(ranks)
+            most = max([most, *(_peak(rank, family) for rank in ranks)])
         time.sleep(POLL_S)
     return most
 
 
-def _peak(process: psutil.Process) -> int:
-    """PSS now, and by how much the resident set was larger before."""
+def _peak(process: psutil.Process, family: int) -> int:
+    """PSS now, and by how much the resident set was larger before. Pages of files are counted by
+    the run's own processes: others on this machine may have loaded the same libraries."""
     root = Path("/proc", str(process.pid))
     with suppress(OSError, ValueError):
-        rolled = _kilobytes(root / "smaps_rollup", ("Pss",))
-        sizes = _kilobytes(root / "status", ("VmHWM", "VmRSS"))
-        return 1024 * (rolled["Pss"] + sizes["VmHWM"] - sizes["VmRSS"])
+        rolled = _kilobytes(root / "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
+        sizes = _kilobytes(root / "status", ("VmHWM", "VmRSS", "RssFile"))
+        before = sizes["VmHWM"] - sizes["VmRSS"]
+        return 1024 * (sum(rolled.values()) + sizes["RssFile"] // family + before)
     return 0
 
 
@@ -137,20 +210,20 @@ def _kilobytes(file: Path, names: tuple[str, ...]) -> dict[str, int]:
     return found
 
 
-def main_cells() -> None:
-    """Print cells beside their predictions: `python -m bench.predicted recipe [plan ...]`."""
+def main() -> None:
     recipe, *plans = sys.argv[1:]
-    for plan in plans or CELLS[recipe]:
-        seen = run_cell(recipe, plan)
-        told = predicted(recipe, plan)
+    for cell in in_turns(recipe, plans or CELLS[recipe]):
         print(
-            f"{recipe} {plan}: {seen.step_s * 1e3:.2f} ms (least "
-            f"{seen.least_s * 1e3:.2f}), predicted {told.step_s * 1e3:.2f}; "
-            f"{seen.peak_bytes / 1e6:.0f} MB, predicted {told.memory.peak / 1e6:.0f}",
+            f"{cell.name}: {cell.step_s * 1e3:.2f} ms (apart {cell.apart:.0%}), told "
+            f"{cell.told_s * 1e3:.2f}; {cell.peak_bytes / 1e6:.0f} MB, told "
+            f"{cell.told_bytes / 1e6:.0f}",
             flush=True,
         )
+        if KEPT in os.environ:
+            with open(os.environ[KEPT], "ab") as kept:
+                kept.write(msgspec.json.encode(cell) + b"\n")
 
 
 if __name__ == "__main__":
     os.environ.setdefault("SHOAL_CACHE", tempfile.mkdtemp())
-    main_cells()
+    main()

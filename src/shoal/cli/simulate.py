@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shoal.cli import options
-from shoal.cli.output import as_json, print_json, write_picture
+from shoal.cli.output import as_json, print_json, say, write_picture
 
 if TYPE_CHECKING:
     from shoal.cost.cluster import Cluster
     from shoal.cost.simulation_report import SimulationReport
+    from shoal.training.options import Recipe
     from shoal.training.run import Run
 
 
@@ -165,22 +166,25 @@ def _simulate(recipe: str, settings: dict[str, str], given: dict[str, Any]) -> i
     from shoal.launch.inspect import inspect_recipe
     from shoal.training.options import Recipe
 
-    named = given["cluster"]
-    cluster = this_cluster() if named is None else read_cluster(named)
-    look = partial(_look, cluster, given)
-    found = inspect_recipe(Recipe.named(recipe, settings), look, SimulationReport, given["plan"])
+    named, place = Recipe.named(recipe, settings), given["cluster"]
+    cluster = this_cluster() if place is None else read_cluster(place)
+    look = partial(_look, named, cluster, given)
+    found = inspect_recipe(named, look, SimulationReport, given["plan"])
     if given["svg"] is not None:
         from shoal.cost.simulation_svg import draw_simulation
 
         write_picture(given["svg"], draw_simulation(found, recipe))
     if given["as_json"]:
         print_json(found.as_json())
-        return 0
-    click.echo(format_simulation(found, recipe))
+    else:
+        say(format_simulation(found, recipe))
     return 0
 
 
-def _look(cluster: "Cluster", given: dict[str, Any], run: "Run") -> "SimulationReport":
+def _look(
+    recipe: "Recipe", cluster: "Cluster", given: dict[str, Any], run: "Run"
+) -> "SimulationReport":
+    from shoal.cost.profile_index import profile_recipe
     from shoal.cost.simulation_report import make_report
 
-    return make_report(run, cluster, given)
+    return make_report(run, cluster, given, lambda: profile_recipe(recipe, run))

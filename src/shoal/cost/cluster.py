@@ -22,7 +22,7 @@ import msgspec
 from shoal.errors import UsageError, nearest
 from shoal.formatting import num_bytes_of
 
-MOST_HOSTS = 1_000_000
+MOST_HOSTS = MOST_DEVICES = 1_000_000
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -125,6 +125,11 @@ def parse_cluster(content: bytes, where: str) -> Cluster:
         raise UsageError(
             f"{where} has {cluster.num_hosts} hosts. Give one [[hosts]] table or more, with 1 to "
             f"{MOST_HOSTS:,} hosts in all."
+        )
+    if cluster.num_devices > MOST_DEVICES:
+        raise UsageError(
+            f"{where} has {cluster.num_devices:,} devices, and may have {MOST_DEVICES:,}. Describe "
+            "the part of it that a run would take."
         )
     if cluster.num_hosts > 1 and "between" not in given:
         raise UsageError(
@@ -277,7 +282,7 @@ def _match(form: re.Pattern[str], value: Any, rule: str, least: float | None = N
         number = float(first)
     except ValueError:
         raise ValueError(rule) from None
-    if number < (least or 0.0) or (least is None and not number):
+    if not (least or 0.0) <= number < math.inf or (least is None and not number):
         raise ValueError(rule)
     return [number, *words]
 

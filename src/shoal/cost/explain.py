@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.cost.first_step import messages_of_phases, run_first_step
 from shoal.cost.lookups import count_lookups
-from shoal.cost.model_facts import optimizer_state_of
+from shoal.cost.model_facts import buffers_of, changed_buffers, optimizer_state_of
 from shoal.cost.tensor import TensorCuts, TensorTraffic, count_tensor_traffic, cuts_of
 from shoal.cost.traffic import mesh_messages
 from shoal.formatting import plural
@@ -170,12 +170,6 @@ def explain(run: Run, plan: Plan) -> Explanation:
 
 def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
     model, survey = prepared.model, prepared.survey
-    places = [
-        (f"{name}.{own}".strip("."), buffer)
-        for name, module in model.named_modules()
-        for own, buffer in module._buffers.items()
-        if buffer is not None
-    ]
     optimizer = run.make_optimizer(model)
     shares = not (run.writes_weights or why_apart(model, optimizer))
     parameters = [
@@ -190,8 +184,7 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
     ]
     held = PieceBuffers(model)
     phases = run_first_step(run, model, piece)
-    changed = dict(zip([name for name, _ in places], held.end_piece(), strict=True))
-    held.restore()
+    changed = changed_buffers(model, held)
     return PlanFacts(
         plan=plan,
         survey=survey,
@@ -199,8 +192,8 @@ def _facts(run: Run, plan: Plan, prepared: BuiltModel, piece: Any) -> PlanFacts:
         units=[_units(prepared, plan, r) for r in range(plan.pipeline) if plan.zero == 3],
         is_element_wise=is_element_wise(optimizer, tables),
         state=optimizer_state_of(optimizer, model, tables),
-        buffers={name: buffer.nbytes for name, buffer in places},
-        changed={name: value.numel() for name, value in changed.items() if value is not None},
+        buffers={name: buffer.nbytes for name, buffer in buffers_of(model).items()},
+        changed=changed,
         averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
         clips=run.clip is not None,
         tables=uses if plan.num_servers else {},

@@ -11,10 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import RecipeError
+from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.optimizers import ParameterPart, put_parts, stepper
 from shoal.sync.rank_layout import StateTensor
 
 _TINY = (2, 3, 5, 7, 11, 13)  # sizes of a stand-in; all differ, so that state shows its dims
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """By name, in the order of `PieceBuffers`; also those that no state dict has."""
+    return {
+        f"{path}.{name}".strip("."): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
+def changed_buffers(model: nn.Module, held: PieceBuffers) -> dict[str, int]:
+    """The elements of the buffers that are not as they were held; they are put back."""
+    written = {(id(module), name) for module, name in held.changed()}
+    rows = zip(buffers_of(model), held.places, held.shapes(), strict=True)
+    found = {
+        name: shape.numel() for name, (module, own), shape in rows if (id(module), own) in written
+    }
+    held.restore()
+    return found
 
 
 def optimizer_state_of(

@@ -20,21 +20,35 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# Operations whose results, or their shapes, are values of tensors.
+_READ = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_consecutive",
+    )
+}
+
 
 class LiveBytes(TorchDispatchMode):
     """The bytes of tensors that were made inside and are not freed. `peak` is the most since
-    `reset_peak`."""
+    `reset_peak`; `reads_values`: whether code looked at values, and so may go other ways."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         """`known` tensors, and views of them, are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
+        self.reads_values = False
         self._storages = {_key(tensor) for tensor in known if _has_storage(tensor)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs or {})
+        self.reads_values = self.reads_values or func.overloadpacket in _READ
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _has_storage(leaf):
                 self._add(leaf)

@@ -6,7 +6,6 @@ What a step of the real trainer takes beyond its parts is measured in a world of
 Read next: `pass_probe.py` for how a pass is watched, `profiler.py` for what becomes of it.
 """
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from time import thread_time
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.comm.mesh import LauncherSeat
 from shoal.cost.first_step import run_first_step
 from shoal.cost.model_facts import put_stand_ins
 from shoal.cost.pass_probe import LiveBytes, PassCounters, PassProbe, Segment
@@ -31,9 +29,6 @@ from shoal.errors import ShoalError
 from shoal.logs import log
 from shoal.numerics.optimizers import stepper
 from shoal.parallel.striping import tables_of, weights_of
-from shoal.plans.plan import Plan
-from shoal.training.trainer import Trainer
-from shoal.world import World
 
 MEASURED_S = 0.25  # for which passes of one size are repeated
 
@@ -106,18 +101,7 @@ class WatchedPasses:
         self.is_unlike = False
 
     def times(self) -> list[BlockTimes]:
-        by_size = self.amounts()
-        return [
-            BlockTimes(
-                *(
-                    line_through(
-                        {size: getattr(found, name)[index] for size, found in by_size.items()}
-                    )
-                    for name in AMOUNTS
-                )
-            )
-            for index in range(len(self.blocks))
-        ]
+        return times_of(self.amounts(), len(self.blocks))
 
     def amounts(self) -> dict[int, PassAmounts]:
         """By size; the larger one is left out if a pass would take too long or too much memory."""
@@ -179,6 +163,7 @@ class WatchedPasses:
             if group is not None:
                 counters = counters._replace(messages=lambda: (group.count, group.bytes_sent))
             segments = probe.watch(lambda: (subject.loss(piece), None), counters)
+        self.is_unlike = self.is_unlike or live.reads_values
         return PassAmounts(segments, len(self.blocks))
 
     def steps(self) -> list[BlockTimes]:
@@ -242,34 +227,6 @@ class WatchedPasses:
         tiny_s = _seconds_of(stepper(optimizer))
         each = max(0.0, whole_s - tiny_s) / sum(p.numel() for p in trained)
         return tiny_s / len(trained), each
-
-    def overhead_seconds(
-        self, times: Sequence[BlockTimes], data_s: Linear, update_s: tuple[float, float]
-    ) -> float:
-        """What a step of the real trainer takes beyond its parts, in a world of one rank."""
-        subject, size = self.subject, self.subject.run.batch_size
-        pass_s = sum(t.forward_s.at(size) + t.backward_s.at(size) for t in times)
-        if subject.mode is not None or pass_s > LONGEST_PASS_S:
-            return 1e-3
-        run = dataclasses.replace(
-            subject.run,
-            callbacks=(),
-            evaluate=None,
-            evaluate_every=None,
-            save_every=None,
-            loaders=0,
-        )
-        plan = Plan.parse("data=1").resolve(ranks=1, cores=1, batch_size=size)
-        laps = []
-        num_steps = max(4, min(12, int(MEASURED_S / max(pass_s, 1e-3))))
-        with Trainer(run, plan, LauncherSeat(World()), num_steps=num_steps) as trainer:
-            started = thread_time()
-            for _ in trainer:
-                laps.append(thread_time() - started)
-                started = thread_time()
-        trained = [p for p in subject.model.parameters() if p.requires_grad]
-        parts = update_s[0] * len(trained) + update_s[1] * sum(p.numel() for p in trained)
-        return max(0.0, statistics.median(laps[2:]) - pass_s - data_s.at(size) - parts)
 
 
 _UPDATE_FLOPS = 80.0  # of an update, as time: it moves 28 bytes for each element

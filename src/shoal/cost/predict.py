@@ -34,6 +34,7 @@ from shoal.cost.traffic import mesh_messages
 from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plans.keys import AUTO
 from shoal.plans.plan import Plan
+from shoal.plans.resize import can_recover
 from shoal.sync.choose import strategy_class
 from shoal.sync.costs import StepCosts
 from shoal.sync.rank_layout import RankLayout
@@ -51,10 +52,8 @@ WEIGHT_SHARE = 0.5  # of a backward: the gradients of weights
 ADD_SHARE = 0.4  # of an update of an element: adding two gradients, or copying one
 PACK_SHARE = 4.0  # of an update of an element: packing and unpacking by a codec
 FILE_BYTES_PER_S = 1.5e9  # of offloaded state, in the page cache
-BASE_BYTES = 42_000_000  # that a rank's process has of its own
-SHARED_BYTES = 140_000_000  # of Python and torch, shared with the process that ranks come from
-# Modules and groups that only some plans load.
-CUT_BYTES, SHARDED_BYTES = 28_000_000, 15_000_000
+# Of modules, groups and message buffers that only some plans have.
+PIPELINE_BYTES, TENSOR_BYTES, SHARDED_BYTES = 24_000_000, 7_000_000, 12_000_000
 
 
 def predict(profile: Profile, plan: Plan, cluster: Cluster) -> Prediction:
@@ -80,6 +79,11 @@ def predict(profile: Profile, plan: Plan, cluster: Cluster) -> Prediction:
         error_share=_error(profile, cluster),
         notes=step.notes(),
     )
+
+
+def memory_of_ranks(profile: Profile, plan: Plan, cluster: Cluster) -> list[MemoryParts]:
+    """What a rank of each pipeline rank holds."""
+    return _StepMemory(_Step(facts_of(profile), plan, cluster)).memory()
 
 
 def step_times(profile: Profile, plan: Plan, cluster: Cluster) -> StepTimes:
@@ -372,7 +376,7 @@ class _StepMemory:
         ]
 
     def _memory_of(self, layout: RankLayout, costs: StepCosts) -> MemoryParts:
-        held, plan = costs.memory, self._step.plan
+        held, plan, process = costs.memory, self._step.plan, self._step.profile.process
         gradients = held.gradients.num_bytes
         if layout.stages:
             own = {s.index: self._step.pass_memory(range(s.start, s.stop)) for s in layout.stages}
@@ -390,21 +394,39 @@ class _StepMemory:
                 best = max(whole.moments, key=lambda m: m.activations + each * m.gradient_elements)
                 activations, gradients = best.activations, int(each * best.gradient_elements)
         return MemoryParts(
-            parameters=held.parameters.num_bytes,
+            parameters=held.parameters.num_bytes - self._left_to_others(layout),
             gradients=gradients,
             optimizer=held.optimizer.num_bytes,
             buffers=held.buffers.num_bytes,
-            activations=round(activations),
+            activations=round(activations * (process.heap if self._on_cores else 1.0)),
             communication=held.extra.num_bytes,
             base=self.base_bytes,
         )
 
     @cached_property
+    def _on_cores(self) -> bool:
+        return self._step.cluster.group_of(self._step.places.hosts[0]).device == "core"
+
+    @cached_property
+    def _num_forked(self) -> int:
+        """The processes of a host that come from one: its ranks, servers and a spare."""
+        most = Counter(self._step.places.hosts).most_common(1)[0][1]
+        return most + can_recover(self._step.plan)
+
+    def _left_to_others(self, layout: RankLayout) -> int:
+        """Of parameters that are not trained: ranks that hold them whole share one copy."""
+        if layout.plan.cuts_model or layout.plan.zero == 3 or not self._on_cores:
+            return 0
+        frozen = sum(p.num_bytes for p in layout.parameters if not p.is_trained)
+        return frozen - frozen // (self._num_forked + 1)
+
+    @cached_property
     def base_bytes(self) -> int:
         """Of a rank's process: what it shares is counted by its share."""
-        plan, most = self._step.plan, self._step.places.ranks_on.most_common(1)[0][1]
-        more = CUT_BYTES if plan.cuts_model or plan.zero == 3 else SHARDED_BYTES * bool(plan.zero)
-        return BASE_BYTES + SHARED_BYTES // (most + 1) + more
+        plan, process = self._step.plan, self._step.profile.process
+        more = PIPELINE_BYTES * (plan.pipeline > 1) + TENSOR_BYTES * (plan.tensor > 1)
+        more += SHARDED_BYTES * (plan.zero == 3)
+        return process.own + process.share(self._num_forked) + more
 
     @cached_property
     def server_bytes(self) -> int:
@@ -418,8 +440,14 @@ class _StepMemory:
             held[self._step.places.hosts[rank]] += memory[rank // step].peak
         for host in self._step.places.hosts[self._step.plan.num_ranks :]:
             held[host] += self.server_bytes
-        host = max(held, key=lambda h: held[h] / self._step.places.cluster.group_of(h).memory_bytes)
-        return self._step.places.cluster.group_of(host), held[host]
+        share = self._step.profile.process.share(self._num_forked)
+        for host in held:  # on cores also a spare, and the process that all come from, with a model
+            if self._step.cluster.group_of(host).device == "core":
+                held[host] += self._step.profile.parameter_bytes + share * (
+                    1 + can_recover(self._step.plan)
+                )
+        host = max(held, key=lambda h: held[h] / self._step.cluster.group_of(h).memory_bytes)
+        return self._step.cluster.group_of(host), held[host]
 
 
 _MOST_EXACT = 8  # ranks whose gradient norm is counted block by block

@@ -73,6 +73,7 @@ class ParameterProfile(msgspec.Struct, frozen=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
+    itemsize: int
     is_trained: bool
     state: tuple[tuple[tuple[int, ...] | None, int], ...]
 
@@ -99,6 +100,21 @@ class TensorProfile(msgspec.Struct, frozen=True):
     back_messages: tuple[int, ...] = ()
     back_bytes: tuple[Linear, ...] = ()
     refusal: str = ""
+
+
+class ProcessBytes(msgspec.Struct, frozen=True):
+    """What a rank's process takes beside tensors. `heap`: bytes of the process for each byte of
+    activations, since freed blocks leave gaps. What is shared is that of the process which ranks
+    are forked from, partly with the command that started it; each counts a part of it."""
+
+    own: int = 36_000_000
+    heap: float = 1.3
+    with_ranks: int = 160_000_000
+    with_command: int = 130_000_000
+
+    def share(self, num_forked: int) -> int:
+        """Of each of so many processes of a host, forked from one."""
+        return self.with_ranks // (num_forked + 1) + self.with_command // (num_forked + 2)
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -131,9 +147,13 @@ class Profile(msgspec.Struct, frozen=True):
     flops_per_s: float  # of the device that seconds are of, fp32
     depends_on_data: bool  # the forward takes other paths for other data: errors are wider
     refusals: dict[str, str]  # of plans, by the words that are refused
+    process: ProcessBytes = ProcessBytes()  # measured where the model was
     pipeline_refusal: str = ""  # why the model cannot be cut into stages
     shares: bool = False  # ranks of one host may hold parameters and state together
-    version: int = 0
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(math.prod(p.shape) * p.itemsize for p in self.parameters)
 
     @property
     def num_parameters(self) -> int:

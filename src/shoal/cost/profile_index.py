@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,13 +18,19 @@ from shoal.storage.files import write_atomic
 from shoal.storage.run_dir import cache_directory
 from shoal.training.options import Recipe
 
+if TYPE_CHECKING:
+    from shoal.training.run import Run
 
-def remember_profile(recipe: Recipe, profile: Profile) -> None:
-    """Let runs of this recipe find its profile."""
-    place = _place_of(recipe)
+
+def profile_recipe(recipe: Recipe, run: "Run") -> Profile:
+    """The profile of a recipe's run, which later runs of the recipe find."""
+    from shoal.cost.profiler import profile_run
+
+    profile, place = profile_run(run), _place_of(recipe)
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(place, msgspec.json.encode(profile))
+    return profile
 
 
 def recall_profile(recipe: Recipe) -> Profile | None:

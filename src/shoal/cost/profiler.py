@@ -11,6 +11,7 @@ which knows a run by its model's structure and code, its batch and this machine.
 
 import hashlib
 import inspect
+import math
 import platform
 import statistics
 import sys
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.cost.first_step import run_first_step
 from shoal.cost.lookups import count_lookups
-from shoal.cost.model_facts import optimizer_state_of
+from shoal.cost.model_facts import buffers_of, changed_buffers, optimizer_state_of
 from shoal.cost.passes import WatchedPasses, line_through, lines_of, times_of
 from shoal.cost.profile import (
     BlockProfile,
@@ -42,8 +43,10 @@ from shoal.cost.profile import (
 from shoal.cost.subject import MOST_PIECES, Subject, first_piece, make_subject, seeds_of
 from shoal.cost.tensor import CountingGroup
 from shoal.cost.this_machine import measure_flops
+from shoal.cost.trial import process_bytes, try_steps
 from shoal.data.batches import Piece
 from shoal.errors import PlanError
+from shoal.events.meters import own_and_shared_bytes
 from shoal.logs import log
 from shoal.numerics.buffers import PieceBuffers
 from shoal.numerics.fused_steps import why_not_in_runs
@@ -100,6 +103,17 @@ def profile_run(run: Run, fresh: bool = False) -> Profile:
     return profile
 
 
+def sketch_run(run: Run, plan: Plan) -> Profile:
+    """What one plan needs of a profile to know its memory: from shapes, on fake tensors, in a part
+    of the time and without memory. RecipeError if the forward looks at values."""
+    with _one_thread():
+        subject = make_subject(run, on_shapes=True)
+        try:
+            return _of_parts(run, subject, plan)
+        finally:
+            subject.seeds.close()
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """As a rank computes; random state and threads are put back."""
@@ -116,20 +130,46 @@ def _one_thread() -> Iterator[None]:
 
 
 def _profile(run: Run, subject: Subject) -> Profile:
+    """Steps are tried first, while this process is as new as the one that ranks are forked from."""
+    shared_here = (own_and_shared_bytes() or (0, 0))[1]
+    counts = sorted({run.batch_size // size for size in subject.examples})
+    tried = {n: try_steps(run, n) for n in counts} if subject.mode is None else {}
+    trials = {n: trial for n, trial in tried.items() if trial is not None}
+    found = _of_parts(run, subject)
+    overhead_s = 1e-3
+    if 1 in trials:
+        overhead_s = max(0.0, trials[1].step_s - _seconds_of_parts(found))
+    process = process_bytes(run, found, trials, shared_here)
+    return msgspec.structs.replace(found, overhead_s=overhead_s, process=process)
+
+
+def _seconds_of_parts(profile: Profile) -> float:
+    """Of a step in one piece: what was measured of its parts, each by itself."""
+    size, (each, element) = profile.batch_size, profile.update_s
+    trained = [math.prod(p.shape) for p in profile.parameters if p.is_trained]
+    passes = sum(t.forward_s.at(size) + t.backward_s.at(size) for t in profile.times)
+    return passes + profile.data_s.at(size) + each * len(trained) + element * sum(trained)
+
+
+def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
+    """What does not need the trainer; for one plan only what that plan asks for."""
     model, is_plain = subject.model, run.step is None
-    blocks, values, opened, refusal = _recorded(subject) if is_plain else _one_event(model)
+    is_cut = plan is None or plan.pipeline > 1 or plan.tensor > 1 or plan.recompute != "none"
+    records = is_plain and is_cut
+    blocks, values, opened, refusal = _recorded(subject) if records else _one_event(model)
     tables = weights_of(tables_of(model).values())
     refusals = _refusals(run, model)
     watched = WatchedPasses(subject, blocks, measure_flops())
     times = watched.times() if is_plain else watched.steps()
-    data_s = _data_seconds(run)
-    update_s = watched.update_seconds()
-    cuts = DEGREES if is_plain and "tensor>1" not in refusals else ()
+    degrees = DEGREES if plan is None else tuple({plan.tensor} - {1})
+    cuts = degrees if is_plain and "tensor>1" not in refusals else ()
+    in_others = is_plain and (plan is None or plan.precision != "fp32")
     names = {id(p): name for name, p in model.named_parameters()}
     paths = {id(module): path for path, module in model.named_modules()}
     units = fsdp.units(model, [*names.values()], (), whole_model=True)[:-1]
     rest = fsdp.units(model, [*names.values()], (), whole_model=False)[len(units) :]
     state = optimizer_state_of(run.make_optimizer(model), model, tables)
+    held, phases = PieceBuffers(model), run_first_step(run, model, first_piece(subject))
     return Profile(
         model=type(model).__name__,
         batch_size=run.batch_size,
@@ -139,6 +179,7 @@ def _profile(run: Run, subject: Subject) -> Profile:
                 name,
                 tuple(p.shape),
                 str(p.dtype).removeprefix("torch."),
+                p.dtype.itemsize,
                 p.requires_grad,
                 tuple((kept.dims, kept.itemsize) for kept in state.get(name, ())),
             )
@@ -152,24 +193,23 @@ def _profile(run: Run, subject: Subject) -> Profile:
         recomputed=_recomputed(model, paths),
         fsdp_blocks=tuple((paths[id(unit)], _sharded_in(unit, names)) for unit in units),
         fsdp_rest=tuple((paths[id(unit)], _sharded_in(unit, names)) for unit in rest),
-        buffers={name: buffer.nbytes for name, buffer in _buffers(model)},
-        changed=_changed(subject),
+        buffers={name: buffer.nbytes for name, buffer in buffers_of(model).items()},
+        changed=changed_buffers(model, held),
         averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
         tables=_tables(run, subject),
-        phases=() if is_plain else tuple(run_first_step(run, model, first_piece(subject))),
-        precisions=watched.precisions() if is_plain else {},
+        phases=tuple(phases),
+        precisions=watched.precisions() if in_others else {},
         is_element_wise=is_element_wise(run.make_optimizer(model), tables),
         clips=run.clip is not None,
-        update_s=update_s,
-        data_s=data_s,
-        overhead_s=watched.overhead_seconds(times, data_s, update_s),
+        update_s=watched.update_seconds(),
+        data_s=_data_seconds(run),
+        overhead_s=0.0,
         is_measured=subject.mode is None,
         flops_per_s=watched.speed,
         depends_on_data=watched.is_unlike or "from one batch to the next" in refusal,
         refusals=refusals,
         pipeline_refusal=refusal,
         shares=_may_share(run, subject),
-        version=VERSION,
     )
 
 
@@ -179,30 +219,6 @@ def _may_share(run: Run, subject: Subject) -> bool:
     is_real = subject.mode is None
     why = why_apart(subject.model, optimizer) if is_real else why_not_in_runs(optimizer)
     return not (run.writes_weights or why)
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield f"{path}.{name}".strip("."), buffer
-
-
-def _changed(subject: Subject) -> dict[str, int]:
-    """The elements of the buffers that a forward changes."""
-    held = PieceBuffers(subject.model)
-    with torch.no_grad():
-        if subject.run.step is None:
-            subject.forward(first_piece(subject))
-    places = {(id(module), name) for module, name in held.changed()}
-    found = {
-        f"{path}.{name}".strip("."): buffer.numel()
-        for path, module in subject.model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and (id(module), name) in places
-    }
-    held.restore()
-    return found
 
 
 def _recomputed(model: nn.Module, paths: dict[int, str]) -> tuple[str, ...]:

@@ -222,7 +222,7 @@ def _durations(
 ) -> Durations:
     alone = Plan(data=1).resolve(ranks=1, cores=1, batch_size=profile.batch_size)
     memory = predict(profile, alone, cluster).memory
-    state_bytes = memory.parameters + memory.optimizer + memory.buffers
+    state_bytes = profile.parameter_bytes + memory.optimizer + memory.buffers
     computes_s = sum(stage.forward_s + stage.backward_s for stage in times.stages)
     copied_s = state_bytes / plan.num_ranks / COPY_BYTES_PER_S
     link = cluster.inside if _num_hosts_for(plan, cluster) == 1 else cluster.between

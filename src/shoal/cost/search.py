@@ -22,6 +22,7 @@ from shoal.formatting import in_seconds, in_units
 from shoal.plans.keys import ROUNDING_CODECS
 from shoal.plans.plan import Plan
 
+ALIKE = 0.005  # of a step: plans that differ by less are as fast
 MOST_OPEN = 16  # devices of which fewer may be used
 RULES = {
     "ranks": f"more than {MOST_OPEN} devices are all used unless --ranks says otherwise; of fewer, "
@@ -382,13 +383,13 @@ def why_it_loses(found: Prediction, best: Prediction) -> str:
         "updates": found.time.update - best.time.update,
         "loads": found.time.data - best.time.data,
     }
-    if share < 0:
+    if share < -ALIKE:
         gained = min(parts, key=lambda name: parts[name])
         return f"{-share:.0%} faster: {gained} {in_seconds(-parts[gained])} less"
-    if share < 0.005:
+    if share < ALIKE:
         more = found.memory.peak - best.memory.peak
-        held = f"holds {in_units(more)} more" if more > 0 else "has more keys"
-        return f"as fast, but {held}"
+        held = f"holds {in_units(abs(more))} {'more' if more > 0 else 'less'}"
+        return f"as fast within {ALIKE:.1%}, {held if more else 'and holds as much'}"
     worst = sorted(
         (n for n in parts if parts[n] > 0.1 * (found.step_s - best.step_s)),
         key=lambda name: -parts[name],

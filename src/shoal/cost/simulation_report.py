@@ -3,7 +3,7 @@
 Read next: `scenario.py`, `simulation_svg.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ import msgspec
 from shoal.cost.cluster import Cluster
 from shoal.cost.predict import predict
 from shoal.cost.prediction import Prediction
-from shoal.cost.profiler import profile_run
+from shoal.cost.profile import Profile
 from shoal.cost.scenario import (
     CurvePoint,
     Effect,
@@ -51,8 +51,11 @@ class SimulationReport(msgspec.Struct, frozen=True):
         return {**found, **fields}
 
 
-def make_report(run: Run, cluster: Cluster, given: Mapping[str, Any]) -> SimulationReport:
-    """Profile the run and simulate it; `given` has the options of the command."""
+def make_report(
+    run: Run, cluster: Cluster, given: Mapping[str, Any], make_profile: Callable[[], Profile]
+) -> SimulationReport:
+    """Simulate a run, which is profiled once its plan is known to be legal; `given` has the options
+    of the command."""
     text = run.plan if given["plan"] is None else given["plan"]
     plan = Plan.parse(text or "")
     at_size = plan
@@ -78,7 +81,7 @@ def make_report(run: Run, cluster: Cluster, given: Mapping[str, Any]) -> Simulat
         store_bytes_per_s=float(num_bytes_of(given["store"], "--store")),
     )
     check_numbers(at_size, cluster, conditions)
-    profile = profile_run(run)
+    profile = make_profile()
     found = simulate_plan(profile, at_size, cluster, scenario)
     predicted = predict(profile, at_size, cluster)
     compares = found.failures and at_size.num_ranks <= _MOST_COMPARED

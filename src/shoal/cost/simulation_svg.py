@@ -5,12 +5,11 @@ of `svg.py`, whose words and colours these are.
 """
 
 from collections.abc import Iterator, Sequence
-from html import escape
 
 from shoal.cost.scenario import CurvePoint
 from shoal.cost.simulation_report import SimulationReport
 from shoal.cost.step_timeline import Span
-from shoal.cost.svg import CARD, EDGE, FAINT, MARGIN, PAPER, svg_text
+from shoal.cost.svg import CARD, EDGE, FAINT, MARGIN, svg_page, svg_text
 
 WIDTH, ROW, CHART, LEFT, GAP = 920, 22, 150, 84, 40
 MOST_ROWS = 24
@@ -45,17 +44,7 @@ def draw_simulation(found: SimulationReport, recipe: str) -> str:
         *_over_time(s.goodput_over_time, time_y),
         *(_curve_chart(curves, found.curve[0].axis, curve_y) if curves else ()),
     ]
-    size = f'width="{WIDTH}" height="{height}"'
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH} {height}" '
-            'font-family="sans-serif" font-size="12">',
-            f"<title>{escape(f'{recipe} under {s.plan}, simulated')}</title>",
-            f'<rect {size} rx="10" fill="{PAPER}"/>',
-            *body,
-            "</svg>\n",
-        ]
-    )
+    return svg_page(WIDTH, height, f"{recipe} under {s.plan}, simulated", body)
 
 
 def _summary(found: SimulationReport) -> str:

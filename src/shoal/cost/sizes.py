@@ -8,12 +8,6 @@ a profile (`profiler.py`).
 Cost: a fork and the making of the modules, some milliseconds for each hundred of them.
 """
 
-import os
-import sys
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
-
 import msgspec
 import torch
 from torch import nn
@@ -21,7 +15,7 @@ from torch import nn
 from shoal.cost.model_facts import optimizer_state_of
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.plans.plan import Plan
-from shoal.system.processes import die_with_parent
+from shoal.system.processes import result_of_fork
 from shoal.training.run import Run
 
 
@@ -54,7 +48,7 @@ def sizes_without_memory(run: Run) -> ModelSizes | None:
             model = run.make_model()
         return sizes_of(run, model)
 
-    content = _in_fork(lambda: msgspec.msgpack.encode(make()))
+    content = result_of_fork(lambda: msgspec.msgpack.encode(make()))
     return msgspec.msgpack.decode(content, type=ModelSizes) if content else None
 
 
@@ -80,35 +74,3 @@ def least_host_bytes(sizes: ModelSizes, plan: Plan) -> int:
         + plan.num_ranks * (own.parameters + own.gradients + own.optimizer)
         + servers
     )
-
-
-def _in_fork(make: Callable[[], bytes]) -> bytes:
-    """What a fork of this process makes; empty if it fails."""
-    ours, theirs = os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if not pid:
-        _make_and_exit(make, theirs, parent)
-    os.close(theirs)
-    content = b""
-    try:
-        while chunk := os.read(ours, 1 << 16):
-            content += chunk
-    finally:
-        os.close(ours)
-        os.waitpid(pid, 0)
-    return content
-
-
-def _make_and_exit(make: Callable[[], bytes], pipe: int, parent: int) -> Any:
-    """In the fork: never returns, and prints nothing."""
-    try:
-        die_with_parent(parent)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (whatever stood there)
-        with suppress(Exception):  # a recipe may fail in any way; it is told when it is built
-            os.write(pipe, make())
-    finally:
-        os._exit(0)

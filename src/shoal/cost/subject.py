@@ -57,9 +57,10 @@ class Subject(NamedTuple):
             p.grad = None
 
 
-def make_subject(run: Run) -> Subject:
+def make_subject(run: Run, on_shapes: bool = False) -> Subject:
+    """`on_shapes`: fake tensors, whatever fits."""
     examples = _examples(run)
-    model, mode = _build(run, next(iter(examples.values()))[0])
+    model, mode = _build(run, next(iter(examples.values()))[0], on_shapes)
     if mode is not None:
         examples = {n: [_faked(piece, mode) for piece in own] for n, own in examples.items()}
     model.train()
@@ -92,7 +93,7 @@ def _examples(run: Run) -> dict[int, list[Piece]]:
     return found
 
 
-def _build(run: Run, piece: Piece) -> tuple[nn.Module, Any]:
+def _build(run: Run, piece: Piece, on_shapes: bool) -> tuple[nn.Module, Any]:
     """The model, and the mode of fake tensors if it does not fit in memory, or if a pass of the
     smaller piece would take long."""
     num_bytes = num_elements = 0
@@ -105,7 +106,8 @@ def _build(run: Run, piece: Piece) -> tuple[nn.Module, Any]:
         raise
     except Exception as error:  # noqa: BLE001 (a model of any kind: it is built for real then)
         log.debug("The model cannot be built without memory: %s", error)
-    fits = 4 * num_bytes <= SHARE_OF_MEMORY * psutil.virtual_memory().available
+    room = SHARE_OF_MEMORY * psutil.virtual_memory().available
+    fits = 4 * num_bytes <= room and not on_shapes
     if fits and num_elements <= FEW_ELEMENTS:
         return run.make_model(), None
     from torch._subclasses.fake_tensor import FakeTensorMode

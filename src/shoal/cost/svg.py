@@ -6,7 +6,7 @@ listed below, so that a box adds up to its total in the table. Plain SVG text on
 legible on white and dark pages. Of very many ranks some are drawn and the rest counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import pairwise
 
@@ -24,7 +24,24 @@ NARROW = 35  # characters of a line in a box
 
 def draw_svg(found: Explanation, recipe: str) -> str:
     """The text of an SVG file."""
-    return "\n".join(_Picture(found, recipe).lines())
+    picture = _Picture(found, recipe)
+    title = f"{recipe} under {picture.plan}"
+    return svg_page(picture.width, picture.height, title, picture.lines())
+
+
+def svg_page(width: int, height: int, title: str, body: Iterable[str]) -> str:
+    """A light card with a title, and arrow heads to use."""
+    size = f'width="{width}" height="{height}"'
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f"<title>{escape(title)}</title>",
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
+        f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{FAINT}"/></marker>'
+        "</defs>",
+        f'<rect {size} rx="10" fill="{PAPER}"/>',
+    ]
+    return "\n".join([*head, *body, "</svg>\n"])
 
 
 class _Picture:
@@ -53,18 +70,6 @@ class _Picture:
         return self.found.plan or "data=1"
 
     def lines(self) -> Iterator[str]:
-        size = f'width="{self.width}" height="{self.height}"'
-        yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
-            f'viewBox="0 0 {self.width} {self.height}" font-family="sans-serif" font-size="12">'
-        )
-        yield f"<title>{escape(f'{self.recipe} under {self.plan}')}</title>"
-        yield (
-            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-            f'markerHeight="8" orient="auto"><path d="M0 0L8 4L0 8z" fill="{FAINT}"/></marker>'
-            "</defs>"
-        )
-        yield f'<rect {size} rx="10" fill="{PAPER}"/>'
         yield svg_text(MARGIN, 30, self.recipe, size=15, bold=True)
         yield svg_text(MARGIN, 49, self.plan)
         yield from self._legend()
@@ -74,7 +79,6 @@ class _Picture:
         yield from self._arrows()
         for i, line in enumerate(self.foot):
             yield svg_text(MARGIN, self.foot_y + LINE * i, line, fill=FAINT)
-        yield "</svg>\n"
 
     def _legend(self) -> Iterator[str]:
         x = MARGIN

@@ -38,6 +38,7 @@ from shoal.events.events import (
     ProgressEvent,
 )
 from shoal.events.meters import (
+    FIRST_STEPS,
     StepTotals,
     memory_bytes,
     peak_memory_bytes,
@@ -312,6 +313,12 @@ def _train(
         if info.left_out == info.samples and trainer.writes_record:
             seat.emit(BatchEmptyEvent(step=info.step, left_out=info.left_out))
 
+    weighed: list[int] = []
+
+    def weigh_first_steps(info: StepInfo) -> None:
+        if totals.num_steps == 1 + FIRST_STEPS:
+            weighed.append(peak_memory_bytes() - shared_memory_bytes())
+
     evaluations = _EvaluationReports(seat, lambda: trainer.writes_record)
 
     def send_last_spans() -> None:
@@ -324,12 +331,13 @@ def _train(
             **_summary(totals),
             "stopped": trainer.step < trainer.num_steps and not trainer.progress.ended,
             "checkpoint": trainer.checkpointer.saved_step,
+            "first_memory_bytes": next(iter(weighed), None),
             **_server_summary(trainer),
         },
         progress=lambda: _progress(totals) if trainer.writes_record else None,
         before_pause=scribe.flush,
     )
-    own: list[Hook] = [totals.add, scribe, report_empty_step, evaluations]
+    own: list[Hook] = [totals.add, weigh_first_steps, scribe, report_empty_step, evaluations]
     if logs.log.isEnabledFor(logging.DEBUG):
         own.append(lambda info: logs.log.debug("step %d: %s", info.step, info.times))
     own += more_hooks(trainer, run_dir)

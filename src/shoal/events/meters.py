@@ -20,6 +20,8 @@ import psutil
 
 from shoal.events.step import StepInfo, Times
 
+FIRST_STEPS = 5  # after the very first, by which the others are foreseen
+
 
 class Stopwatch:
     """Cuts time into laps: each `lap` returns the seconds since the one before."""
@@ -126,12 +128,25 @@ def peak_memory_bytes() -> int:
 def shared_memory_bytes() -> int:
     """What of this process's memory other processes have as well, by their shares of it (PSS): of
     its own it has so much less than `peak_memory_bytes`. 0 where the kernel does not tell."""
+    found = _mapped_bytes()
+    return found["Rss"] - found["Pss"] if found else 0
+
+
+def own_and_shared_bytes() -> tuple[int, int] | None:
+    """The peak of what is this process's alone, and what others have as well. None as above."""
+    found = _mapped_bytes()
+    own = sum(size for name, size in found.items() if name.startswith("Private_"))
+    before = max(0, peak_memory_bytes() - found["Rss"]) if found else 0
+    return (own + before, found["Rss"] - own) if found else None
+
+
+def _mapped_bytes() -> dict[str, int]:
     try:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     except OSError:
-        return 0
-    found = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines[1:])}
-    return (found["Rss"] - found["Pss"]) * 1024
+        return {}
+    rows = (line.partition(":") for line in lines[1:])
+    return {name: int(rest.split()[0]) * 1024 for name, _, rest in rows}
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.cost.cluster import Cluster, read_cluster
-from shoal.cost.profile_index import remember_profile
+from shoal.cost.profile_index import profile_recipe
 from shoal.cost.search import RankedPlan, SearchResult
 from shoal.cost.this_machine import this_cluster
 from shoal.errors import PlanError
@@ -59,10 +59,8 @@ def _look(
     run: "Run",
 ) -> PlansFound:
     from shoal.cost.planning import rank_plans
-    from shoal.cost.profiler import profile_run
 
-    profile = profile_run(run)
-    remember_profile(recipe, profile)
+    profile = profile_recipe(recipe, run)
     num_steps = run.num_steps() if samples is None else -(-samples // run.batch_size)
     result = rank_plans(
         run, profile, cluster, ranks=ranks, memory_bytes=memory_bytes, num_steps=num_steps

@@ -1,12 +1,13 @@
 """What a run that begins is expected to take and hold; and the refusal of what cannot fit.
 
 A run does not wait for a profile. If its recipe was profiled before on this machine (`shoal plan`,
-`shoal scale`, `--plan auto`), time and memory are predicted from that. If not, memory follows from
-the model's sizes, without activations, and time from the run's own first steps once they are made
-(`outcome.py`); the record says which it was. Runs over several hosts are not foreseen.
+`shoal scale`, `--plan auto`), time and memory are predicted from that. If not, a small model takes
+what the run's own first steps take (`outcome.py`); of one that needs a good part of this machine,
+memory with activations is found from shapes, on fake tensors. The record says which it was. Runs
+over several hosts are not foreseen.
 
 A refusal is sure: it comes from the least that a plan holds, or from a prediction less its error.
-Cost: a file is read, or a model made without weights (`cost/sizes.py`).
+Cost: a file is read, or a model made without weights (`cost/sizes.py`); seconds for a large one.
 """
 
 from collections.abc import Iterator
@@ -15,22 +16,27 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from shoal.cost.cluster import Cluster
+from shoal.cost.cluster import Cluster, HostGroup, Link
 from shoal.cost.planning import rank_plans
-from shoal.cost.predict import BASE_BYTES, predict
+from shoal.cost.predict import DATA_ERROR, predict
 from shoal.cost.prediction import Prediction
 from shoal.cost.profile import Profile
 from shoal.cost.profile_index import recall_profile
+from shoal.cost.profiler import sketch_run
 from shoal.cost.sizes import ModelSizes, least_host_bytes, rank_sizes, sizes_without_memory
 from shoal.cost.this_machine import host_memory_bytes, kept_cluster
 from shoal.errors import PlanError, UsageError
 from shoal.formatting import in_units, plural
 from shoal.logs import log
 from shoal.plans.plan import Plan
+from shoal.system.processes import result_of_fork
 from shoal.training.options import Recipe
 from shoal.training.run import Run, resolve
+from shoal.world import cores
 
-LEAST_ERROR = 0.15  # that a prediction may always be off by, where it refuses
+MEMORY_ERROR = 0.15  # that a prediction may be off by, where it refuses
+LARGE = 0.1  # of this machine's memory, from which a model is looked at on fake tensors
+PATIENCE_S = 60.0  # for which a run waits for that
 ROOM = 0.8  # of a machine's memory: a plan that needs no more at the least may fit
 
 
@@ -44,19 +50,22 @@ class Forecast(NamedTuple):
     sizes: ModelSizes | None = None
 
     def facts(self) -> dict[str, Any]:
-        """For the record: seconds of a step and bytes of a rank, and where they come from."""
-        if self.prediction is not None:
-            return {
-                "from": "profile",
-                "step_s": self.prediction.step_s,
-                "memory_bytes": self.prediction.memory.peak,
-                "error_share": self.prediction.error_share,
-            }
-        memory_bytes = None
-        if self.sizes is not None:
-            own = rank_sizes(self.sizes, self.plan)
-            memory_bytes = BASE_BYTES + own.parameters + own.gradients + own.optimizer
-        return {"from": "sizes", "step_s": None, "memory_bytes": memory_bytes}
+        """For the record: seconds of a step and bytes of a rank, and where they come from. What is
+        None is known after the first steps."""
+        if self.prediction is None:
+            return {"from": "sizes", "step_s": None, "memory_bytes": None}
+        is_measured = self.profile is not None and self.profile.is_measured
+        return {
+            "from": "profile" if self.cluster is not None else "shapes",
+            "step_s": self.prediction.step_s if self.cluster is not None else None,
+            "memory_bytes": self.prediction.memory.peak,
+            "error_share": self.prediction.error_share if is_measured else None,
+        }
+
+    @property
+    def memory_error(self) -> float:
+        assert self.profile is not None
+        return MEMORY_ERROR + DATA_ERROR * self.profile.depends_on_data
 
 
 def foresee(recipe: Recipe, run: Run, plan: Plan) -> Forecast:
@@ -69,7 +78,23 @@ def foresee(recipe: Recipe, run: Run, plan: Plan) -> Forecast:
             pass  # the model's own words come when it is built
         except Exception as error:  # noqa: BLE001 (what is only foreseen must not end a run)
             log.warning("The profile of %s foretells nothing: %r", recipe.name, error)
-    return Forecast(plan, sizes=sizes_without_memory(run))
+    sizes = sizes_without_memory(run)
+    if sizes is None or least_host_bytes(sizes, plan) < LARGE * host_memory_bytes():
+        return Forecast(plan, sizes=sizes)
+    content = result_of_fork(lambda: msgspec.json.encode(sketch_run(run, plan)), PATIENCE_S)
+    if not content:
+        return Forecast(plan, sizes=sizes)  # its forward looks at values, or takes long
+    sketch = msgspec.json.decode(content, type=Profile)
+    try:
+        return Forecast(plan, predict(sketch, plan, _this_host()), sketch, sizes=sizes)
+    except PlanError:
+        return Forecast(plan, sizes=sizes)
+
+
+def _this_host() -> Cluster:
+    """This machine, of which only the memory counts."""
+    host, link = HostGroup(1, cores(), host_memory_bytes(), 1e9), Link(0.0, 1e9)
+    return Cluster("this machine", (host,), link, link)
 
 
 def refuse_too_large(run: Run, forecast: Forecast, limit: int | None = None) -> None:
@@ -77,11 +102,12 @@ def refuse_too_large(run: Run, forecast: Forecast, limit: int | None = None) -> 
     limit, plan = limit or host_memory_bytes(), forecast.plan
     if forecast.prediction is not None:
         found = forecast.prediction
-        error = max(LEAST_ERROR, found.error_share)
+        error = forecast.memory_error
         if found.host_bytes * (1 - error) <= limit:
             return
         needs = (
-            f"{in_units(found.host_bytes)} for {plural(plan.num_ranks, 'rank')}, by its profile "
+            f"{in_units(found.host_bytes)} for {plural(plan.num_ranks, 'rank')}, by its "
+            f"{'profile' if forecast.cluster is not None else 'shapes'} "
             f"(give or take {error:.0%})"
         )
     elif forecast.sizes is not None:

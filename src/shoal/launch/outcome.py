@@ -25,6 +25,7 @@ from shoal.events.events import (
     SaveSkippedEvent,
     WarningEvent,
 )
+from shoal.events.meters import FIRST_STEPS
 from shoal.events.sinks import JsonLinesSink
 from shoal.launch.step_times import median_step_s, read_steps, settled_steps
 from shoal.plans.plan import Plan
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from shoal.elastic.supervisor import SupervisorResult as SupervisorResult
     from shoal.training.options import Recipe
 
-FIRST_STEPS = 5  # after the very first, by which the others are foreseen
 OUTCOME = "outcome.json"
 SLOW_DATA = 0.5  # a share of the time of rank 0, and a second at least
 
@@ -312,14 +312,18 @@ class _StepSeconds(NamedTuple):
 def _predicted(
     result: "SupervisorResult", facts: Mapping[str, Any], steps: _StepSeconds
 ) -> dict[str, float | str | None] | None:
-    """What was foreseen of a run; its time, if no profile was there, by its own first steps. None
-    of a run over hosts, and of one that was resized."""
+    """What was foreseen of a run; what was not, by its own first steps. None of a run over hosts,
+    and of one that was resized."""
     found: dict[str, float | str | None] | None = facts.get("predicted")
     if found is None or result.plan not in ("", facts["plan"]):
         return None
-    if found["from"] == "sizes":
-        return found | {"from": "sizes and first steps", "step_s": steps.first_s}
-    return found
+    if found["step_s"] is not None:
+        return found
+    source = "first steps" if found["memory_bytes"] is None else f"{found['from']} and first steps"
+    first = [s.get("first_memory_bytes") for s in result.summaries.values()]
+    known = [n for n in first if n is not None]
+    memory_bytes = found["memory_bytes"] or max(known, default=None)
+    return found | {"from": source, "step_s": steps.first_s, "memory_bytes": memory_bytes}
 
 
 def prediction_event(outcome: "Outcome") -> PredictionEvent | None:

@@ -20,7 +20,7 @@ import msgspec
 
 from shoal.cost.cluster import Cluster
 from shoal.cost.prediction import Prediction
-from shoal.cost.profile_index import remember_profile
+from shoal.cost.profile_index import profile_recipe
 from shoal.cost.this_machine import this_cluster
 from shoal.errors import ShoalError, UsageError
 from shoal.events.events import OnEvent
@@ -122,16 +122,14 @@ def _foresee(
     recipe: Recipe, plan: str | None, counts: Sequence[int], cluster: Cluster, run: "Run"
 ) -> _Foreseen:
     from shoal.cost.planning import predict_each
-    from shoal.cost.profiler import profile_run
     from shoal.training.run import resolve
 
     plans = [resolve(run, plan, count) for count in counts]
     texts = [str(resolved) for resolved in plans]
     try:
-        profile = profile_run(run)
+        profile = profile_recipe(recipe, run)
     except ShoalError as error:
         return _Foreseen(texts, [None] * len(texts), [f"Nothing is predicted: {error}"])
-    remember_profile(recipe, profile)
     predictions, notes = predict_each(profile, plans, cluster)
     return _Foreseen(texts, predictions, notes)
 
@@ -153,7 +151,7 @@ def _measure(recipe: Recipe, plan: str, ranks: int, watch: OnEvent) -> _Measured
         if not outcome.is_finished or outcome.exit_code:
             raise _not_finished(outcome, ranks)
         steps = settled_steps(read_steps(run_dir / "metrics.jsonl"))
-    step_s = median_step_s(steps)
+    step_s, memory = median_step_s(steps), outcome.summary.measured["memory_bytes"]
     return _Measured(
         ranks=ranks,
         plan=plan,
@@ -161,7 +159,7 @@ def _measure(recipe: Recipe, plan: str, ranks: int, watch: OnEvent) -> _Measured
         samples_per_s=statistics.median(step.samples for step in steps) / step_s,
         times=mean_times(steps),
         bytes_sent=round(statistics.median(step.bytes_sent for step in steps)),
-        memory_bytes=outcome.summary.peak_memory_bytes,
+        memory_bytes=None if memory is None else int(memory),
     )
 
 

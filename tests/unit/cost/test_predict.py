@@ -113,7 +113,8 @@ def test_bytes_held_and_sent_are_those_that_explain_counts(profile: Profile, pla
 
 
 def test_zero_does_not_take_more_memory(profile: Profile) -> None:
-    sizes = [under(profile, f"data=4 zero={level}").memory for level in range(4)]
+    apart = msgspec.structs.replace(profile, shares=False)  # else data=4 holds all once
+    sizes = [under(apart, f"data=4 zero={level}").memory for level in range(4)]
     state = [size.parameters + size.optimizer for size in sizes]
     assert state[0] > state[1] >= state[2] > state[3]
 
@@ -238,3 +239,25 @@ def test_over_hosts_what_is_summed_crosses_once_a_host(how: str, share: float) -
     places = RankPlaces(Plan.parse("data=4"), hosts, 1e11)
     seconds = places.seconds(Message("gradients", "data", how, 1, 1_500_000))
     assert seconds == pytest.approx(share)
+
+
+def test_a_forward_that_looks_at_values_widens_the_error(profile: Profile) -> None:
+    """Also where the pieces that are watched go the same way."""
+
+    class Exits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if x.mean().item() > 1e9:
+                    break
+                x = layer(x)
+            return x
+
+    found = profile_run(make_run(model=Exits), fresh=True)
+    assert found.depends_on_data and not profile.depends_on_data
+    told = under(msgspec.structs.replace(profile, depends_on_data=True), "data=2")
+    assert told.error_share == pytest.approx(under(profile, "data=2").error_share + 0.25)
+    assert any("depends on data" in note for note in told.notes)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.cost.profile_index import recall_profile, remember_profile
+from shoal.cost.profile_index import profile_recipe, recall_profile
 from shoal.cost.sizes import (
     ModelSizes,
     least_host_bytes,
@@ -20,6 +20,7 @@ from shoal.cost.sizes import (
 )
 from shoal.data.sources import tensors
 from shoal.errors import PlanError
+from shoal.launch import forecast
 from shoal.launch.forecast import Forecast, refuse_too_large
 from shoal.plans.plan import Plan
 from shoal.training.options import Recipe
@@ -68,15 +69,33 @@ def test_what_cannot_fit_is_refused_with_a_plan_that_may() -> None:
     found = sizes_without_memory(run())
     assert found is not None
     plan = resolve(run(), "data=4", None)
-    forecast = Forecast(plan, sizes=found)
+    known = Forecast(plan, sizes=found)
     needs = least_host_bytes(found, plan)
-    refuse_too_large(run(), forecast, limit=needs)
+    refuse_too_large(run(), known, limit=needs)
     with pytest.raises(PlanError) as refused:
-        refuse_too_large(run(), forecast, limit=needs - 1)
+        refuse_too_large(run(), known, limit=needs - 1)
     for words in ("at the least", "'data=4 zero=1 pieces=4' may fit", "--anyway", "optimizer"):
         assert words in str(refused.value)
     with pytest.raises(PlanError, match="No plan is known that fits"):
-        refuse_too_large(run(), forecast, limit=1000)
+        refuse_too_large(run(), known, limit=1000)
+
+
+def test_activations_of_a_large_model_are_found_from_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(forecast, "LARGE", 1e-5)
+    large = run()
+    plan = resolve(large, "data=1", None)
+    found = forecast.foresee(Recipe.named("nowhere:run", {}), large, plan)
+    assert found.prediction is not None and found.cluster is None
+    facts = found.facts()
+    assert facts["from"] == "shapes" and facts["step_s"] is None
+    assert facts["memory_bytes"] == found.prediction.memory.peak
+    needs = found.prediction.host_bytes
+    refuse_too_large(large, found, limit=needs)
+    with pytest.raises(PlanError, match=r"by its shapes \(give or take 15%\)"):
+        refuse_too_large(large, found, limit=needs // 2)
 
 
 def test_nothing_is_refused_that_is_not_known() -> None:
@@ -95,15 +114,12 @@ def test_a_higher_level_of_zero_never_needs_more(data: int, zero: int) -> None:
 def test_a_profile_is_found_until_the_recipe_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.cost.profiler import profile_run
-
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "recipe.py"
     file.write_text("def small(): ...\n")
     recipe = Recipe.named(f"{file}:small", {"steps": "9", "width": "2"})
     assert recall_profile(recipe) is None
-    profile = profile_run(run(width=8))
-    remember_profile(recipe, profile)
+    profile = profile_recipe(recipe, run(width=8))
     assert recall_profile(recipe) == profile
     assert recall_profile(Recipe.named(f"{file}:small", {"width": "2"})) == profile
     assert recall_profile(Recipe.named(f"{file}:small", {"width": "3"})) is None

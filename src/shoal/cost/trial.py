@@ -1,0 +1,108 @@
+"""A few steps of the real trainer in a fork: what a step takes beside its parts, and holds.
+
+A rank is a fork of a process that has loaded the recipe, so this is one: a world of one rank, which
+ends after some steps and leaves nothing. Its own memory, less the tensors that its plan is known to
+hold, is what any rank's process needs; at two sizes of pieces it also shows how much room a byte of
+activations takes in a heap with gaps. Cost: some steps for each size. Read next: `predict.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from time import monotonic, thread_time
+
+import msgspec
+import torch
+
+from shoal.comm.mesh import LauncherSeat
+from shoal.cost.cluster import Cluster, HostGroup, Link
+from shoal.cost.predict import memory_of_ranks
+from shoal.cost.profile import ProcessBytes, Profile
+from shoal.events.meters import own_and_shared_bytes
+from shoal.logs import log
+from shoal.plans.plan import Plan
+from shoal.system.processes import result_of_fork
+from shoal.training.run import Run, resolve
+from shoal.training.trainer import Trainer
+from shoal.world import World
+
+FEWEST_STEPS, MOST_STEPS = 4, 12
+LONG_ENOUGH_S = 1.0  # for all of them but the fewest
+PATIENCE_S = 120.0
+LEAST_CHANGE = 10_000_000  # bytes of activations between two sizes that show the heap's gaps
+MOST_HEAP = 3.0
+_ANYWHERE = Cluster("", (HostGroup(1, 1, 1 << 40, 1e9),), Link(0, 1e9), Link(0, 1e9))
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What the fork saw of itself."""
+
+    step_s: float  # of its thread, so other work on the machine counts little
+    own_bytes: int
+    shared_bytes: int
+
+
+def try_steps(run: Run, num_pieces: int) -> Trial | None:
+    """Train some steps of one rank, each in so many pieces; None if it cannot be done here."""
+    if torch.cuda.is_initialized():
+        return None  # does not survive a fork
+    bare = replace(
+        run, callbacks=(), evaluate=None, evaluate_every=None, save_every=None, loaders=0
+    )
+    content = result_of_fork(lambda: msgspec.msgpack.encode(_train(bare, num_pieces)), PATIENCE_S)
+    found = msgspec.msgpack.decode(content, type=Trial | None) if content else None
+    if found is None:
+        log.info("No steps in %d pieces could be tried in a process of their own.", num_pieces)
+    return found
+
+
+def _train(run: Run, num_pieces: int) -> Trial | None:
+    laps: list[float] = []
+    plan = trial_plan(run, num_pieces)
+    with Trainer(run, plan, LauncherSeat(World()), num_steps=MOST_STEPS) as trainer:
+        begun, started = monotonic(), thread_time()
+        for _ in trainer:
+            laps.append(thread_time() - started)
+            if len(laps) >= FEWEST_STEPS and monotonic() - begun > LONG_ENOUGH_S:
+                break
+            started = thread_time()
+        memory = own_and_shared_bytes()
+    return Trial(median(laps[2:] or laps), *memory) if memory else None
+
+
+def trial_plan(run: Run, num_pieces: int) -> Plan:
+    return resolve(run, Plan(accumulate=num_pieces), 1)
+
+
+def process_bytes(
+    run: Run, profile: Profile, trials: Mapping[int, Trial], shared_here: int
+) -> ProcessBytes:
+    """What a process holds beside tensors, from trials by their number of pieces. `shared_here` is
+    what this process shares with the one that started it."""
+    points = [_beside(run, profile, count, trial) for count, trial in trials.items()]
+    if not points:
+        return ProcessBytes()
+    heap = heap_factor(points)
+    shared = max(trial.shared_bytes for trial in trials.values())
+    return ProcessBytes(
+        own=max(0, round(sum(held - heap * kept for kept, held in points) / len(points))),
+        heap=heap,
+        with_ranks=max(0, shared - shared_here),
+        with_command=min(shared, shared_here),
+    )
+
+
+def _beside(run: Run, profile: Profile, num_pieces: int, trial: Trial) -> tuple[float, float]:
+    """The bytes of activations, and what the process held of those and of nothing that is known."""
+    bare = msgspec.structs.replace(profile, process=ProcessBytes(0, 1.0, 0, 0))
+    (known,) = memory_of_ranks(bare, trial_plan(run, num_pieces), _ANYWHERE)
+    return known.activations, trial.own_bytes - (known.peak - known.activations)
+
+
+def heap_factor(points: Sequence[tuple[float, float]]) -> float:
+    """Bytes of the process for each byte of activations, by two points; the default by one, or if
+    they are too near."""
+    (low, held_low), (high, held_high) = min(points), max(points)
+    if high - low < LEAST_CHANGE:
+        return ProcessBytes().heap
+    return min(MOST_HEAP, max(1.0, (held_high - held_low) / (high - low)))
