@@ -17,28 +17,28 @@ PACKAGE_LINES = {
     "checkpoint": 2000,
     "cli": 4550,
     "cluster": 6600,
-    "comm": 4100,
-    "cost": 6250,
+    "comm": 5050,
+    "cost": 6450,
     "data": 16100,
     "doctor": 350,
     "elastic": 3650,
-    "events": 2450,
+    "events": 2500,
     "formats": 2350,
     "inference": 750,
     "launch": 4200,
-    "numerics": 2350,
-    "parallel": 6650,
-    "plans": 1300,
+    "numerics": 2600,
+    "parallel": 6700,
+    "plans": 1550,
     "slim": 3150,
     "storage": 1850,
-    "sync": 12200,
-    "system": 1000,
-    "training": 6400,
+    "sync": 13150,
+    "system": 1050,
+    "training": 6700,
     "tuning": 2300,
     "ui": 2300,
-    "verify": 2250,
+    "verify": 2300,
 }
-ALL_LINES = 95_500  # of src without `testing/`
+ALL_LINES = 98_300  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.
@@ -56,7 +56,7 @@ LARGE_CLASSES = {
     "_Recorder": (30, 19),
     "ScheduledStage": (13, 19),
     "Consistency": (21, 16),
-    "LocalSGD": (22, 22),
+    "LocalSGD": (23, 25),
     "ServerClient": (21, 17),
     "ServerCore": (29, 22),
     "ServerShard": (25, 17),
@@ -66,16 +66,17 @@ LARGE_CLASSES = {
     "CustomLoop": (24, 12),
     "Trainer": (23, 28),
     "Replica": (9, 18),
-    "SharedGroup": (24, 6),  # a method for each that torch calls
+    "SharedGroup": (25, 6),  # a method for each that torch calls
+    "SharedRounds": (21, 7),  # a method for each operation
     # Records, each of whose fields a user reads or writes by its name.
     "Event": (0, 18),
-    "Profile": (0, 29),
+    "Profile": (0, 30),
     "RunView": (0, 21),
     "StartOptions": (0, 19),
     "StepInfo": (0, 16),
     "Explanation": (0, 18),
     "Outcome": (1, 18),
-    "Plan": (4, 26),
+    "Plan": (4, 29),
     "Run": (13, 23),
     "Summary": (0, 21),
 }
