@@ -319,7 +319,7 @@ def test_srun(tmp_path: Path, reference: Reference) -> None:
         assert done.errors.count("shoal: ") == 1, done.errors
         trusting = [*srun, "-N", "2", *words[:-1], "other", "--trust-network"]
         done = Launching(trusting, tmp_path, conf).wait()
-        assert done.exit_code == 2 and "n1, where ranks are to meet, is not known" in done.errors
+        assert done.exit_code == 2 and ", where ranks are to meet, is not known" in done.errors
         place = {"MASTER_ADDR": "127.0.0.1"}  # its nodes are all on this machine
         done = Launching(trusting, tmp_path, conf | place).wait()
         assert done.exit_code == 0, done.errors

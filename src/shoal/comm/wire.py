@@ -335,7 +335,9 @@ def connect(context: Context, address: str, identity: bytes, keys: Keys | None) 
     """A DEALER to a listening socket. It connects when it can, and again whenever it must."""
     assert 0 < len(identity) < 256 and identity[0], "ZeroMQ's rule for identities"
     target = _target(address, keys)
-    socket = context.socket(zmq.DEALER, socket_class=ClientSocket)
+    # Bytes between processes of one host are not damaged.
+    kind = zmq.Socket if keys is None else ClientSocket
+    socket = context.socket(zmq.DEALER, socket_class=kind)
     try:
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.setsockopt(zmq.LINGER, 0)
