@@ -30,6 +30,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         "gathered part.made_of": "what a part was made of, kept with it",
         "piece of.viewed": "what a part was made of, kept with it",
     },
+    "numerics/direct_linear.py": {
+        "forward ctx.by": "what torch hands from a forward to its backward",
+        "forward ctx.place": "what torch hands from a forward to its backward",
+        "forward ctx.weight": "what torch hands from a forward to its backward",
+    },
     "sync/allreduce.py": {
         "_coalesce table.grad": "the gradient of a parameter",
     },

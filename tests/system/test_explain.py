@@ -100,11 +100,18 @@ def train(mesh: Mesh, recipe: str, plan: str) -> dict[str, Any]:
             names = {name for name, _ in trainer.model.named_parameters()}
             held = {n: parts for n, parts in trainer.spread.held().items() if n in names}
             groups = trainer.optimizer.param_groups
-            states = trainer.optimizer.state.values()
+            kept = [t for s in trainer.optimizer.state.values() for t in s.values()]
+            stepped = sum(p.numel() for g in groups for p in g["params"])
+            state = sum(t.nbytes for t in kept if isinstance(t, Tensor))
+            strategy = trainer.strategy
+            if isinstance(strategy, AllReduce) and (host := strategy.host) is not None:
+                stepped = sum(s.length for _, s in host.own_segments())
+                state = host.layout.num_slots * host.rows[0].nbytes // mesh.num_ranks
+                state += sum(t.nbytes for t in kept if not t.dim())  # steps, which each counts
             return {
                 "held": sum(part.tensor.numel() for parts in held.values() for part in parts),
-                "stepped": sum(p.numel() for g in groups for p in g["params"]),
-                "state": sum(t.nbytes for s in states for t in s.values() if isinstance(t, Tensor)),
+                "stepped": stepped,
+                "state": state,
                 "bytes_sent": info.bytes_sent,
                 **{name: after[name] - before[name] for name in after},
             }
@@ -114,6 +121,8 @@ PLANS = [
     ("gpt", "data=2"),
     ("gpt", "data=2 accumulate=2"),
     ("gpt", "data=4 sums=ring"),
+    ("gpt", "data=4 sums=ring memory=apart"),
+    ("cnn", "data=2 pieces=4 memory=apart"),
     ("cnn", "data=4"),
     ("cnn", "data=2 pieces=4"),
     ("gpt", "data=4 zero=1"),

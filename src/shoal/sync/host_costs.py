@@ -24,10 +24,14 @@ def costs_of_shared(layout: RankLayout) -> StepCosts:
     row, own = held.length * size, len(held.blocks[layout.place.data])
     frozen = sum(p.num_bytes for p in layout.parameters if not p.is_trained)
     largest = max((buffer.starts[-1] for buffer in held.buffers), default=0) * size
+    counts = [kept for each in layout.facts.state.values() for kept in each if kept.dims == ()]
     memory = MemoryUse(
         Amount(row // n + frozen, f"1/{n} of what all hold together"),
         Amount(own * row, "where all read them" + (f", x {own} subtrees" if own > 1 else "")),
-        Amount(held.num_slots * row // n, f"1/{n} of what all hold together"),
+        Amount(
+            held.num_slots * row // n + sum(kept.itemsize for kept in counts),
+            f"1/{n} of what all hold together",
+        ),
         buffers_held(layout),
         added_up(
             partial_sums(layout, sums_in_step(layout, alone=False)),
