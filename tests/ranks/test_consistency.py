@@ -120,7 +120,7 @@ def test_lines_of_replicas_are_those_of_the_mesh(pool: Pool, tensor: int, pipeli
 
 def replica_groups(mesh: Mesh, axes: Axes) -> dict[str, list[int]]:
     """The ranks of the groups of this rank's replica, as they tell each other."""
-    formed = Mesh.form(mesh.world, axes, "cpu")
+    formed = Mesh.form(mesh.world, Axes(*axes), "cpu")
     groups = {"peers": formed.peers, "replica": formed.own.world, "data": formed.own.data}
     told = {name: group.all_gather_numbers([formed.rank]) for name, group in groups.items()}
     formed.world.all_gather_numbers([0])
