@@ -38,7 +38,7 @@ PACKAGE_LINES = {
     "ui": 2300,
     "verify": 2300,
 }
-ALL_LINES = 98_300  # of src without `testing/`
+ALL_LINES = 98_400  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.
