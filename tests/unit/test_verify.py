@@ -150,7 +150,9 @@ def test_what_is_not_finite_always_counts(tmp_path: Path, name: str, value: floa
 
 
 def test_a_gradient_that_only_one_side_has_counts(tmp_path: Path) -> None:
-    missing = judge(tmp_path, lambda content: content.pop("gradient/2.bias"))
+    """Where each rank has all of it; ranks that share state have a part each."""
+    plan = "data=2 memory=apart"
+    missing = judge(tmp_path, lambda content: content.pop("gradient/2.bias"), plan=plan)
     assert missing.first is not None and missing.first.relative == math.inf
     assert (missing.first.what, missing.first.name) == ("gradient", "2.bias")
 
