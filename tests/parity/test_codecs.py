@@ -68,7 +68,7 @@ def test_the_warm_up_is_followed(verify: Any, codec: str) -> None:
 
 
 def test_packed_gradients_send_less_and_end_alike(pool: Pool) -> None:
-    plain = pool.run(train, 2, "broad", "data=2")
+    plain = pool.run(train, 2, "broad", "data=2 memory=apart")
     first, second = pool.run(train, 2, "broad", "data=2 codec=int4")
     assert all(tensor.equal(second["model"][name]) for name, tensor in first["model"].items())
     assert first["bytes"] < plain[0]["bytes"] / 2

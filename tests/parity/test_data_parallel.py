@@ -82,7 +82,7 @@ def test_one_rank_is_a_plain_loop(pool: Pool) -> None:
 
 
 def test_local_sgd_ends_alike_on_all_ranks_and_sends_less(pool: Pool) -> None:
-    every_step = pool.run(train, 2, "tokens", "data=2")
+    every_step = pool.run(train, 2, "tokens", "data=2 memory=apart")
     first, second = pool.run(train, 2, "tokens", "data=2 local_steps=4")
     for name, tensor in first["model"].items():
         assert torch.equal(tensor, second["model"][name]), name

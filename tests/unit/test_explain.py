@@ -101,13 +101,19 @@ def test_an_optimizer_that_cannot_step_is_the_recipes_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "held", "stepped", "per_parameter"),
-    [(0, 1, 1, 16), (1, 1, 0.25, 4 + 12 / 4), (2, 1, 0.25, 4 + 12 / 4), (3, 0.25, 0.25, 16 / 4)],
+    ("key", "held", "stepped", "per_parameter"),
+    [
+        ("memory=apart", 1, 1, 16),
+        ("memory=shared", 1, 0.25, 4 + 12 / 4),  # all hold one copy of the rest
+        ("zero=1", 1, 0.25, 4 + 12 / 4),
+        ("zero=2", 1, 0.25, 4 + 12 / 4),
+        ("zero=3", 0.25, 0.25, 16 / 4),
+    ],
 )
-def test_zero_shards_what_it_says(
-    zero: int, held: float, stepped: float, per_parameter: float
+def test_ranks_hold_what_the_plan_says(
+    key: str, held: float, stepped: float, per_parameter: float
 ) -> None:
-    found = under(f"data=4 zero={zero}" if zero else "data=4")
+    found = under(f"data=4 {key}")
     for rank in found.ranks:
         assert rank.num_held == NUM_ELEMENTS * held
         assert rank.num_stepped == pytest.approx(NUM_ELEMENTS * stepped, rel=0.1)
@@ -116,7 +122,9 @@ def test_zero_shards_what_it_says(
         assert sum(part.num_bytes for part in kept) == pytest.approx(
             NUM_ELEMENTS * per_parameter, rel=0.1
         )
-    assert sum(rank.num_stepped for rank in found.ranks) == NUM_ELEMENTS * (1 if zero else 4)
+    assert sum(rank.num_stepped for rank in found.ranks) == NUM_ELEMENTS * (
+        4 if stepped == 1 else 1
+    )
 
 
 def test_zero_2_sends_after_every_piece_and_holds_no_whole_gradient() -> None:

@@ -13,6 +13,7 @@ from shoal.data import catalog
 from shoal.data.batches import Batches
 from shoal.data.pieces import pieces_in_order
 from shoal.errors import ShoalError
+from shoal.storage.files import write_hashed
 from shoal.training.run import Run, call_model, objective
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -34,7 +35,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "ratings-1.2.0": numbers.integers(1, 6, (800, 4), dtype=np.int32).tobytes(),
     }
     for name, body in contents.items():
-        catalog._write(tmp_path / f"{name}.bin", catalog._header(body) + b"\n" + body)
+        write_hashed(tmp_path / f"{name}.bin", catalog._MAGIC, body)
 
 
 def recipe(name: str) -> Callable[..., Run]:

@@ -9,6 +9,7 @@ in pieces that are not the last, or if the weight is used twice.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -50,17 +51,23 @@ class DirectLinears:
         """Whether this backward may write, as far as is known by now."""
         return self._is_armed and self._uses.get(weight) == 1 and weight.grad is None
 
+    def has_written(self, weight: Tensor) -> None:
+        """Once a piece: who asked for this gradient by itself may still hold it."""
+        self._uses[weight] += 1
+
     def _forward_of(self, layer: nn.Linear, place: Tensor) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
+        def forward(own: nn.Linear, x: Tensor) -> Tensor:
             is_compiling = torch.compiler.is_compiling()  # first: what follows changes
-            if is_compiling or not self._is_armed or _is_special(x, layer):
-                return linear(x, layer.weight, layer.bias)
-            self._uses[layer.weight] += 1
-            args = (x, layer.weight, layer.bias, self, place)
+            if is_compiling or not self._is_armed or _is_special(x, own):
+                return linear(x, own.weight, own.bias)
+            if own.weight not in self._uses:  # in its stead, for this call
+                return linear(x, own.weight, own.bias)
+            self._uses[own.weight] += 1
+            args = (x, own.weight, own.bias, self, place)
             found: Tensor = _Linear.apply(*args)  # type: ignore[no-untyped-call]
             return found
 
-        return forward
+        return MethodType(forward, layer)  # a deep copy of the layer computes with its own weight
 
 
 class _Linear(torch.autograd.Function):
@@ -82,6 +89,7 @@ class _Linear(torch.autograd.Function):
         if wants_weight:
             inputs = x.reshape(-1, x.shape[-1])
             if not torch.is_grad_enabled() and ctx.by.takes(ctx.weight):
+                ctx.by.has_written(ctx.weight)
                 torch.mm(rows.t(), inputs, out=ctx.place)
                 of_weight = ctx.place.detach()  # of its own, so that autograd takes it as it is
             else:

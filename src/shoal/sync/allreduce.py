@@ -79,6 +79,7 @@ class AllReduce(LockstepStrategy):
         super().__init__(num_pieces, round_size, packing, bucket_bytes)
         self.exact, self._apart, self.keeps = exact, apart, False
         self.host: HostState | None = None
+        self._kept: dict[str, list[Slice]] = {}  # gradients of the last update in another group
 
     def attach(
         self,
@@ -136,6 +137,8 @@ class AllReduce(LockstepStrategy):
             self.buckets.close()
             self.buckets = None
         if self.host is not None:
+            if self.host.has_gradients:  # hooks may ask for them when work has moved
+                self._kept = self.host.gradients(self.attached.holding)
             self.host.leave()
 
     def settled(self) -> None:
@@ -198,7 +201,8 @@ class AllReduce(LockstepStrategy):
 
     def gradients(self) -> dict[str, list[Slice]]:
         if self.host is not None:
-            return self.host.gradients(self.attached.holding)
+            made = self.host.has_gradients or not self.keeps
+            return self.host.gradients(self.attached.holding) if made else self._kept
         present = {n: p.grad.to_dense() for n, p in self.named.items() if p.grad is not None}
         return slices(present, self.attached.holding)
 

@@ -124,7 +124,8 @@ def corruption_message(who: str, names: Sequence[str], when: str = "") -> str:
     return (
         f"State of {who} was corrupted{when}: {list_names(names)} changed between two updates, "
         "when nothing may change it. Memory is broken, or code of the recipe writes to it (then "
-        "set check_every=0). It was not saved; resume from the newest checkpoint with --resume."
+        "set check_every=0, with which ranks share no weights). It was not saved; resume from the "
+        "newest checkpoint with --resume."
     )
 
 

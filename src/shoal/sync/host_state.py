@@ -153,6 +153,11 @@ def why_apart(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for _, p in trained if p.numel())
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
         return "parameters are views of one another"
+    trained_in = {p.untyped_storage().data_ptr() for _, p in trained if p.numel()}
+    for name, other in (*model.named_parameters(), *model.named_buffers()):
+        is_view = other.numel() and other.untyped_storage().data_ptr() in trained_in
+        if is_view and not other.requires_grad:
+            return f"{name} is a view of a parameter that is trained"
     return why_not_in_runs(optimizer)
 
 
@@ -224,6 +229,11 @@ class HostState:
         count, offset = len(self.layout.blocks[self._group.rank]), self.layout.offsets[number]
         length = self.layout.buffers[number].starts[-1]
         return [self.rows[first + k][offset : offset + length] for k in range(count)]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the gradient of the last update was kept."""
+        return self._kept is not None
 
     def own_gradients(self) -> list[Tensor]:
         """Of this rank's elements, by segment: their sum, once `add_up` was called; after an update

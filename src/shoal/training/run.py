@@ -191,8 +191,10 @@ class Run:
     @property
     def writes_weights(self) -> str:
         """What of the recipe may write to weights between two updates, in words; or ""."""
-        found = "callbacks" if self.callbacks else "a step of the recipe's own"
-        return f"{found} may write to them" if self.callbacks or self.step is not None else ""
+        if self.callbacks or self.step is not None:
+            found = "callbacks" if self.callbacks else "a step of the recipe's own"
+            return f"{found} may write to them"
+        return "" if self.check_every else "check_every=0 would find nothing that writes to them"
 
     @property
     def meets_every(self) -> list[int]:

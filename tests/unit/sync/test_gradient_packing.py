@@ -14,6 +14,8 @@ SHAPES = {"a": (40, 40), "b": (7,), "c": (3000,)}
 class Seat:
     """What a packing needs of a group to keep its state."""
 
+    adds_by_tree = False
+
     def __init__(self, rank: int, num_ranks: int):
         self.rank, self.num_ranks = rank, num_ranks
 
