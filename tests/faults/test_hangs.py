@@ -20,7 +20,8 @@ MORE = {
 
 @pytest.mark.parametrize(
     ("plan", "op"),
-    [("data=3", ""), *(pytest.param(*one, marks=pytest.mark.full) for one in MORE.items())],
+    [("data=3 memory=apart", "")]
+    + [pytest.param(*one, marks=pytest.mark.full) for one in MORE.items()],
 )
 def test_a_hang_names_the_collective_its_line_and_who_did_not_come(start, plan, op) -> None:
     training = start(recipe="sticking", plan=plan, where="model")
@@ -33,7 +34,7 @@ def test_a_hang_names_the_collective_its_line_and_who_did_not_come(start, plan, 
     assert hang["missing"] == [1] and 0 in hang["waiting"] and 1 not in hang["waiting"], hang
     assert "never_end" in hang["lines"]["1"] and "tiny.py" in hang["lines"]["1"]
     assert op in hang["op"] and ".py:" in hang["at"] and hang["step"] >= 1, hang
-    if plan == "data=3":
+    if plan == "data=3 memory=apart":
         assert hang["waiting"] == [0, 2] and "bucket 0 of" in hang["what"]
         assert "comm/" not in hang["at"]
     assert "rank 1 did not come; rank 1 is at never_end" in trained.errors

@@ -51,3 +51,16 @@ def test_a_newcomer_is_told(start: Callable[..., Any]) -> None:
     check_ledger(trained, NUM_STEPS)
     assert len(trained.events("measured-plan")) == 1
     assert "without what codec=int8 had not sent" in trained.errors
+
+
+@pytest.mark.full
+def test_all_ranks_that_begin_again_keep_it(
+    start: Callable[..., Any], undisturbed_under: Callable[..., Trained]
+) -> None:
+    """Where no other rank holds the state, all are forked anew, of a plan that leaves it open."""
+    armed = "step.computed:kill:member=1:step=25"
+    trained: Trained = start(
+        armed, recipe="forced", plan="data=2 zero=2 codec=auto", save_every=10
+    ).wait()
+    check_same(trained, undisturbed_under("data=2 zero=2 codec=int8", "packed"))
+    assert len(trained.events("measured-plan")) == 1, "it was measured again"

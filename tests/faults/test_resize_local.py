@@ -93,7 +93,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(start) -> None:
     wrong = {
         "data=4": "Use data=2, data=3 or data=6.",
         "data=7": "more than the 6 pieces",
-        "data=1": "no other replica to average with",
+        "data=1": "there is no other to average with",
         "servers=2": "this run has no servers",
     }
     for size, why in wrong.items():

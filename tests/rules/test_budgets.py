@@ -31,9 +31,9 @@ PACKAGE_LINES = {
     "plans": 1550,
     "slim": 3150,
     "storage": 1850,
-    "sync": 13150,
+    "sync": 13200,
     "system": 1050,
-    "training": 6700,
+    "training": 6750,
     "tuning": 2300,
     "ui": 2300,
     "verify": 2300,
@@ -48,6 +48,7 @@ EXCEPTIONS: dict[str, str] = {"src/shoal/slim/fusing.py:fuse": "a public entry p
 LARGE_CLASSES = {
     "TrainOptions": (0, 24),  # one for each option of `shoal train`
     "GradientBuckets": (11, 16),
+    "AllReduce": (20, 16),
     "Batches": (15, 19),
     "ShardSource": (21, 10),
     "Membership": (40, 39),
@@ -62,7 +63,7 @@ LARGE_CLASSES = {
     "ServerShard": (25, 17),
     "ServerStrategy": (31, 42),
     "ZeroSharded": (21, 19),
-    "Checkpointer": (21, 18),
+    "Checkpointer": (22, 18),
     "CustomLoop": (24, 12),
     "Trainer": (23, 28),
     "Replica": (9, 18),

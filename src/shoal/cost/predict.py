@@ -260,10 +260,10 @@ class _Step:
                 if self.places.group("servers").is_inside
                 else self.cluster.between
             )
-            seconds += link.seconds(count / max(1, self.plan.num_ranks), num_bytes)
+            seconds += link.seconds(count / max(1, self.plan.num_apart), num_bytes)
             stepped = costs.num_stepped if self.plan.local_steps == 1 else 0
             per_element = self.profile.update_s[1]
-            pushed = self.plan.num_ranks * ADD_SHARE * costs.num_stepped
+            pushed = self.plan.num_apart * ADD_SHARE * costs.num_stepped
             seconds += (stepped + pushed) * per_element * self.places.scale([0])
         return seconds
 

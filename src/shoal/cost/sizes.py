@@ -55,11 +55,12 @@ def sizes_without_memory(run: Run) -> ModelSizes | None:
 def rank_sizes(sizes: ModelSizes, plan: Plan) -> ModelSizes:
     """What a rank of a resolved plan holds of each at the least."""
     cut, shards = plan.tensor * plan.pipeline, plan.num_within
-    optimizer = sizes.optimizer // cut // (shards if plan.zero else 1)
+    once = plan.num_replicas if plan.shares else 1  # all hold one copy, on one host at the best
+    optimizer = sizes.optimizer // cut // once // (shards if plan.zero else 1)
     if plan.offload != "none" or (plan.sync == "server" and plan.local_steps == 1):
         optimizer = 0
     return ModelSizes(
-        parameters=sizes.parameters // cut // (shards if plan.zero == 3 else 1),
+        parameters=sizes.parameters // cut // once // (shards if plan.zero == 3 else 1),
         gradients=sizes.gradients // cut // (shards if plan.zero >= 2 else 1),
         optimizer=optimizer,
     )
@@ -68,7 +69,8 @@ def rank_sizes(sizes: ModelSizes, plan: Plan) -> ModelSizes:
 def least_host_bytes(sizes: ModelSizes, plan: Plan) -> int:
     """What all ranks hold on one host, with the model that they are forked from."""
     own = rank_sizes(sizes, plan)
-    servers = sizes.parameters + sizes.optimizer if plan.num_servers else 0
+    served = sizes.parameters + (sizes.optimizer if plan.local_steps == 1 else 0)
+    servers = served if plan.num_servers else 0
     return (
         sizes.parameters
         + plan.num_ranks * (own.parameters + own.gradients + own.optimizer)

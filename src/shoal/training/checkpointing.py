@@ -11,6 +11,7 @@ due soon enough, and ranks that disagree on whether it was made would wait for e
 import math
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -147,6 +148,16 @@ class Checkpointer:
                 "again at step 0."
             )
         self._begin(trainer, first)
+
+    def kept_plan(self, world: Group) -> Plan | None:
+        """That of the newest checkpoint which can be opened. Every rank must call it."""
+        text = ""
+        for name in list_steps(self.store) if world.rank == 0 else ():
+            with suppress(BadCheckpoint, OSError):
+                text = CheckpointReader(self.store, name).manifest.origin.plan
+                break
+        shared = broadcast_bytes(world, 0, msgspec.json.encode(text))
+        return Plan.parse(found) if (found := msgspec.json.decode(shared, type=str)) else None
 
     def _let_go(self, trainer: "Trainer", scale: ScaleState, origin: Origin) -> None:
         """Of a checkpoint that another rank could not read, though this one could: all but the
@@ -426,6 +437,9 @@ class NoCheckpoints:
 
     def restore(self, trainer: "Trainer") -> None:
         """There is nothing to go on from."""
+
+    def kept_plan(self, world: Group) -> None:
+        """There is none."""
 
     def after_step(self, trainer: "Trainer", info: StepInfo) -> bool:
         """Nothing is due."""

@@ -74,6 +74,9 @@ def settle_plan(trainer: "Trainer", mesh: Mesh) -> tuple[Plan, Strategy]:
         if not plan.is_open:
             return plan, trainer.strategy
         plan = msgspec.structs.replace(plan, codec=codec, bucket=bucket)
+    elif (kept := trainer.checkpointer.kept_plan(world)) is not None and not kept.is_open:
+        assert isinstance(kept.bucket, int)
+        plan = _settled(plan, kept.codec, kept.bucket)  # all ranks began again
     elif trainer.num_steps and mesh.data.num_ranks > 1:
         with TRACER.span("measure"):
             plan = _Measuring(trainer, mesh).decide()

@@ -155,7 +155,8 @@ def plan_to_resume(run: Run, text: str | None, ranks: int | None, origin: Origin
     """The plan, by default the last one, with the batch cut into pieces as before if it can be."""
     chosen = Plan.parse(origin.plan if text is None else text)
     before = Plan.parse(origin.plan)
-    if chosen.is_open and not before.is_open:
+    packs_steps = before.sync == "allreduce" and before.local_steps == 1  # its codec meant the same
+    if chosen.is_open and not before.is_open and packs_steps:
         keys = [key for key in ("codec", "bucket") if getattr(chosen, key) == AUTO]
         kept = {key: getattr(before, key) for key in keys}
         chosen = msgspec.structs.replace(chosen, **kept)

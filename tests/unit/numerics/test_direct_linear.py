@@ -112,3 +112,32 @@ def test_a_weight_of_two_modules_and_a_layer_with_its_own_forward_are_left_alone
     DirectLinears(model, places_of(model))
     changed = [name for name, module in model.named_modules() if "forward" in vars(module)]
     assert changed == ["twice", "last"]
+
+
+def test_a_gradient_that_is_asked_for_twice_is_there_twice() -> None:
+    """As losses are balanced by the norms of their gradients in the last layer."""
+    layer = nn.Linear(256, 256)
+    places = {layer.weight: torch.zeros(256, 256)}
+    linears = DirectLinears(nn.Sequential(layer), places)
+    linears.arm()
+    y = layer(torch.randn(4, 256))
+    one, other = (
+        torch.autograd.grad(loss, layer.weight, retain_graph=True)[0]
+        for loss in (y.sum(), 3 * y.sum())
+    )
+    torch.testing.assert_close(3 * one, other)
+    linears.close()
+
+
+def test_a_layer_computes_with_the_weight_that_it_has() -> None:
+    layer, x = nn.Linear(256, 256), torch.randn(4, 256)
+    linears = DirectLinears(nn.Sequential(layer), {layer.weight: torch.zeros(256, 256)})
+    linears.arm()
+    moved = {"weight": layer.weight + 1, "bias": layer.bias}
+    found = torch.func.functional_call(layer, moved, (x,))
+    assert found.equal(nn.functional.linear(x, moved["weight"], layer.bias))
+    copied = copy.deepcopy(layer)
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert copied(x).equal(nn.functional.linear(x, copied.weight, copied.bias))
+    linears.close()

@@ -105,7 +105,7 @@ def _sent(facts: PlanFacts, layout: ServerLayout, server: int) -> list[Message]:
     looked = sent_by_server(facts.tables, server, plan.num_servers)
     sent += [looked] if looked.count else []
     if plan.copies > 1:
-        count = (1 if plan.staleness_bound == 0 else plan.num_ranks) * (plan.copies - 1)
+        count = (1 if plan.staleness_bound == 0 else plan.num_apart) * (plan.copies - 1)
         tables = facts.tables.values()
         summed = held + sum(sum_bytes(use, server, plan.num_servers) for use in tables)
         sent.append(Message("sums", "servers", "copy", count, count * summed))

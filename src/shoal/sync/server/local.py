@@ -26,7 +26,7 @@ from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.logs import warn_once
 from shoal.parallel.layout import Slice
 from shoal.sync.averaging import StagedAverage
-from shoal.sync.costs import Message, StepCosts
+from shoal.sync.costs import Amount, Message, StepCosts
 from shoal.sync.local import LocalSGD, is_finite, mean_messages, window_costs, window_message
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.replicas import REPLICAS, replica_name
@@ -150,12 +150,12 @@ class LocalServerStrategy(LocalSGD):
     def costs(layout: RankLayout) -> StepCosts:
         """Of a window. Where replicas do not wait for each other, they tell each other nothing."""
         times = f"once in {layout.plan.local_steps} steps"
-        kept = pushed_memory(layout)
+        kept = Amount(0, "nothing") if layout.place.data else pushed_memory(layout)
         pushed = push_message(layout, f"outer gradients, {times}")
         if layout.place.data:
             pushed = msgspec.structs.replace(pushed, count=0, num_bytes=0)
         if not layout.plan.waits_for_all:
-            return window_costs(layout, kept, [pushed], [])
+            return window_costs(layout, kept, [pushed, _spread_message(layout)], [])
         means = mean_messages(layout, f"buffers, {times}")
         sums = [pushed, _spread_message(layout), *means]
         return window_costs(layout, kept, sums, [window_message(layout)])
