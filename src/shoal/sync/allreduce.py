@@ -285,6 +285,11 @@ class AllReduce(LockstepStrategy):
             if not data.rank:
                 warn_once(f"Each rank holds parameters and optimizer state of its own: {why}.")
             return None
+        if self.bucket_bytes != BUCKET_BYTES and not data.rank:
+            warn_once(
+                "bucket has no effect: ranks of one host share parameters and send no gradients. "
+                "With memory=apart they do."
+            )
         counts = self.mesh.counts
         blocks = blocks_by_rank(self.rounds.num_rounds, data.num_ranks, counts=counts)
         if not self.exact:  # a rank's sum is one term
