@@ -16,9 +16,10 @@ setup: .venv/.ready ## make .venv with Shoal and all it needs
 demo: .venv/.ready ## train a small language model on two processes, and kill one
 	@$(BIN)/python examples/demo.py
 
-# Two at a time; those of faults and commands, which wait more than they compute, by themselves.
-COMPUTING := tests/unit tests/rules tests/ranks tests/parity -n 2
-WAITING := tests/faults tests/system -n 2
+# Neighbours stay with one worker, which keeps what they share, until another has nothing left. Tests of
+# faults and commands wait more than they compute: three at a time, by themselves.
+COMPUTING := tests/unit tests/rules tests/ranks tests/parity -n 2 --dist worksteal
+WAITING := tests/faults tests/system -n 3 --dist worksteal
 
 test: .venv/.ready servers ## the quick suite
 	@$(BIN)/pytest -m "not full" $(COMPUTING)

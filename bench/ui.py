@@ -46,22 +46,35 @@ def write_run(run: Path, num_steps: int, ranks: int) -> None:
         {"event": "seat", "time": BEGAN, "rank": rank, "pid": 9, "generation": 0, "host": 0}
         for rank in range(ranks)
     ]
-    (run / "events.jsonl").write_text("".join(json.dumps(seat) + "\n" for seat in seats))
+    spent = {"event": "spent", "data": 0.05, "compute": 0.3, "exchange": 0.1, "waiting": 0.05}
+    told, at = [], BEGAN
+    while at < now:  # as often as ranks tell what they did
+        since_s = max(0.5, (at - BEGAN) / 128)
+        at += since_s
+        for rank in range(ranks):
+            told.append(spent | {"time": at, "rank": rank, "since_s": since_s, "steps": 30})
+    for name, lines in (("events.jsonl", seats), ("spent.jsonl", told)):
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def record_us(num_steps: int) -> float:
     """Microseconds of the calling thread for the record of one step."""
+    from shoal.events.events import SpentEvent
+    from shoal.events.meters import SpentReports
     from shoal.events.metrics_writer import MetricsWriter
     from shoal.events.step import StepInfo, Times
 
+    told: list[SpentEvent] = []
     with tempfile.TemporaryDirectory() as folder, harness.quiet():
         writer = MetricsWriter(Path(folder) / "metrics.jsonl", lambda: True)
+        reports = SpentReports(told.append)
         times, ranks = Times(0.001, 0.01, 0.003, 0.0), (0.011,) * RANKS
         spent = 0.0
         for step in range(1, num_steps + 1):
             began = time.perf_counter()
             info = StepInfo(step, 0.5, 64, 0.1, None, times, 9, ranks=ranks, time=time.time())
             writer(info)
+            reports.add(info)
             spent += time.perf_counter() - began
             if step % 1000 == 0:
                 writer.flush()  # the thread writes between steps, not in the middle of one

@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import importlib
 import os
 import signal
 
@@ -26,7 +27,7 @@ from tests.support.leaks import no_leaks, private_temporary_directory
 __all__ = ["no_leaks", "private_temporary_directory"]
 
 # A test never asserts on seconds.
-hypothesis.settings.register_profile("full", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("full", deadline=None, print_blob=True, max_examples=200)
 hypothesis.settings.register_profile("quick", deadline=None, print_blob=True, max_examples=25)
 
 
@@ -74,7 +75,7 @@ def pool(
     tmp_path_factory: pytest.TempPathFactory, private_temporary_directory: object
 ) -> Iterator[Pool]:
     """Four warm ranks for the whole test run."""
-    with Pool(tmp_path_factory.mktemp("pool")) as made:
+    with Pool(tmp_path_factory.mktemp("pool"), warm_up=_import_commands) as made:
         made.run(_nothing, 4)  # so that the ranks stand before any test is compared
         _pools.append(made)
         yield made
@@ -98,6 +99,12 @@ def pools() -> list[Pool]:
 @pytest.fixture(scope="session")
 def kept_processes() -> Callable[[], frozenset[int]]:
     return lambda: frozenset(pid for pool in _pools for pid in pool.pids())
+
+
+def _import_commands() -> None:
+    """What `shoal train` imports, so that no fork of the warm process has to."""
+    for name in ("shoal.cli.train", "shoal.cost.predict", "shoal.elastic.worker"):
+        importlib.import_module(name)
 
 
 def _nothing(mesh: object) -> None:

@@ -100,7 +100,7 @@ def train(
             raise TypeError(f"train() has no argument {option!r}. {known}")
     if callbacks and "listen" in options:
         raise UsageError("callbacks stay on this host: other hosts load the recipe by its name.")
-    recipe = _recipe_of(run_or_recipe, settings, callbacks)
+    recipe = recipe_of(run_or_recipe, settings, callbacks)
     given = {"on": on, "plan": None if plan is None else str(plan), "resume": resume, **options}
     asked = _asked("train", Options, given)
     return train_recipe(recipe, asked, None if run_dir is None else Path(run_dir), progress)
@@ -145,7 +145,7 @@ def evaluate(
     what the recipe trains on. Logs of ranks are kept only in a `run_dir`. Failures raise a
     ShoalError, as those of `shoal.train` do.
     """
-    recipe = _recipe_of(run_or_recipe, settings)
+    recipe = recipe_of(run_or_recipe, settings)
     given = {"begin_from": from_, "plan": None if plan is None else str(plan), "on_data": on_data}
     asked = _asked("evaluate", EvaluateOptions, given)
     directory = None if run_dir is None else Path(run_dir)
@@ -164,14 +164,17 @@ def evaluate(
         close()
 
 
-def _recipe_of(
+def recipe_of(
     given: "str | Run | Callable[..., Run]",
     settings: Mapping[str, Any] | None,
     callbacks: Sequence[Any] = (),
+    change: "Callable[[Run], Run] | None" = None,
 ) -> Recipe:
+    """A recipe as a run is asked for by it; `change` makes another Run of its own."""
     name, is_named = name_of(given)
     texts = {key: str(value) for key, value in (settings or {}).items()}
-    return Recipe(name, lambda: (given, tuple(callbacks)), texts, is_named)
+    is_named = is_named and change is None
+    return Recipe(name, lambda: (given, tuple(callbacks)), texts, is_named, change)
 
 
 def name_of(given: "str | Run | Callable[..., Run]") -> tuple[str, bool]:

@@ -69,3 +69,31 @@ def test_a_flipped_bit_ends_the_run_and_names_the_rank(start, what: str) -> None
     trained = start(f"step.begin:flip:member=1:step=20:what={what}", plan="data=2").wait()
     assert trained.exit_code == 1
     assert "State of rank 1 was corrupted" in trained.last_words and what in trained.last_words
+
+
+def test_a_flipped_bit_is_found_although_another_rank_dies_first(start) -> None:
+    """Before it is looked for; the survivors would hand it on."""
+    faults = (
+        "step.begin:flip:member=1:step=20:what=exp_avg",
+        "step.computed:kill:member=2:step=20",
+    )
+    trained = start(*faults).wait()
+    assert trained.exit_code == 1, trained.errors
+    assert "State of rank 1 was corrupted after step 20" in trained.last_words
+
+
+COUNT_FLIPPED = "step.begin:flip:member=1:step=20:what=.step"
+
+
+def test_counts_of_steps_are_compared(start) -> None:
+    trained = start(COUNT_FLIPPED, plan="data=2").wait()
+    assert trained.exit_code == 1, trained.errors
+    assert "Replicas differ" in trained.last_words and ".step" in trained.last_words
+
+
+@pytest.mark.full
+def test_of_three_the_odd_count_is_repaired(start, apart) -> None:
+    trained = start(COUNT_FLIPPED).wait()
+    check_same(trained, apart)
+    (event,) = trained.events("replica-repaired")
+    assert event["ranks"] == [1]

@@ -33,6 +33,14 @@ def mlp(pause: float = 0.0):
 def wide():
     import tiny
     return tiny.wide()
+
+def noisy():
+    import dataclasses, tiny
+    run = tiny.run_of(0.0)
+    def loss(output, target):
+        print("x" * 10_000, flush=True)
+        return tiny.slow_loss(output, target, 0.0)
+    return dataclasses.replace(run, loss=loss)
 """
 BESIDE = """
 import tiny
@@ -76,10 +84,17 @@ def begin(pool: Pool, tmp_path: Path, first: Path, cable: list[Host]) -> Begin:
         hides: bool = True,
         include: tuple[str, ...] = ("notes",),
         recipe: str = "mlp",
+        disk: str = "",
         **settings: object,
     ) -> Training:
         hidden, others = first if hides else None, {"b": cable[1], "c": cable[2]}
-        ssh = write_ssh(tmp_path / "ssh", others, hidden, is_apart=recipe == "wide")
+        ssh = write_ssh(
+            tmp_path / "ssh",
+            others,
+            hidden,
+            is_apart=recipe == "wide",
+            disk=(tmp_path / "disk", disk) if disk else None,
+        )
         run_dir = first / f"run-{sum(1 for _ in first.glob('run-*.out'))}"
         words = ["train", f"recipe.py:{recipe}", "--run-dir", str(run_dir), "--json"]
         words += ["--on", f"hosts:{on}", "--listen", cable[0].address, "--slots", "4", *options]
@@ -138,10 +153,15 @@ def test_hosts_without_a_shared_file_system_train_the_bits_of_one(
         "data=4 local_steps=4",
         "data=4 sync=server servers=2",
         "data=4 sync=server servers=2 hosts=2",
+        "data=4 local_steps=4 sync=server servers=2",
+        "data=2 tensor=2 replicas=2 local_steps=4",
+        "data=2 pipeline=2 microbatches=3 replicas=2 local_steps=4",
+        "data=4 zero=2 replicas=2 local_steps=4",
+        "data=2 tensor=2 replicas=2 local_steps=4 sync=server servers=2",
     ],
 )
 def test_every_plan(begin: Begin, undisturbed_under, plan: str) -> None:
-    trained = begin(plan, trusts="server" not in plan).wait()
+    trained = begin(plan, trusts="server" not in plan or "tensor" in plan).wait()
     check_alike(trained, undisturbed_under(plan))
 
 
@@ -187,6 +207,20 @@ def test_a_host_without_the_place_of_checkpoints_is_told_before_the_first_step(
     assert "does not see" in trained.last_words and "/checkpoints, where" in trained.last_words
     assert "--checkpoints URL-or-shared-directory" in trained.last_words
     assert not trained.run_dir.exists()
+
+
+@pytest.mark.full
+def test_a_full_disk_on_one_host(begin: Begin, undisturbed_under) -> None:
+    """Full at the start, that host is refused; later, what it would print is lost, and no more."""
+    refused = begin("data=2", "--slots", "1", disk="4k").wait()
+    assert refused.exit_code == 2 and "host 1 (" in refused.last_words, refused.errors
+    assert "No space left on device" in refused.last_words and not refused.run_dir.exists()
+    trained = begin("data=2", "--slots", "1", disk="256k", recipe="noisy").wait()
+    check_alike(trained, undisturbed_under("data=2"))
+    logs = trained.run_dir / "logs"
+    assert (
+        (logs / "rank-001.log").stat().st_size < 256 << 10 < (logs / "rank-000.log").stat().st_size
+    )
 
 
 def test_gradients_in_clear_text_are_refused_before_anything_starts(begin: Begin) -> None:

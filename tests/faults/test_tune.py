@@ -82,23 +82,24 @@ def check_gone(pids: set[int]) -> None:
     assert wait_until(lambda: not any(map(is_alive, pids)), 30.0), "a process was left"
 
 
-def test_a_killed_driver_loses_nothing(start: Start) -> None:
+@pytest.mark.parametrize("trials", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_killed_driver_loses_nothing(start: Start, trials: int) -> None:
     """Its trials save themselves and end; the same command resumes them."""
-    study = start(trials=2)
-    study.wait_for_step(0, 10)
-    study.wait_for_step(1, 10)
+    study = start(trials=trials)
+    for number in range(trials):
+        study.wait_for_step(number, 10)
     pids = descendants(study.command.pid)
     study.command.send_signal(signal.SIGKILL)
     study.command.wait(LIMIT_S)
     check_gone(pids)
-    saved = [study.run_dir(number) for number in (0, 1)]
+    saved = [study.run_dir(number) for number in range(trials)]
     for run_dir in saved:
         assert events(run_dir, "stopping"), "it was not asked to stop"
         assert any((run_dir / "checkpoints").iterdir())
-    again = start(trials=2)
+    again = start(trials=trials)
     code, found = again.end()
     assert code == 0, again.said()
-    check_whole(again, found, 2)
+    check_whole(again, found, trials)
     for run_dir in saved:
         (resumed,) = events(run_dir, "resumed")
         assert resumed["step"] >= 10
@@ -191,6 +192,24 @@ def test_a_signal_stops_the_study_and_the_same_command_goes_on(start: Start, num
     assert code == 0
     check_whole(study, found)
     assert all(events(study.run_dir(trial), "resumed") for trial in (0, 1))
+
+
+@pytest.mark.full
+def test_one_trial_is_paused_by_hand(start: Start, pool: Pool) -> None:
+    study = start()
+    study.wait_for_step(0, 10)
+    said = study.directory / "stop"
+    words = ["stop", str(study.run_dir(0))]
+    stop = pool.start(run_in, "", words, output=said, errors=said, directory=study.directory)
+    assert stop.wait(LIMIT_S) == 0
+    code, found = study.end()
+    assert code == 75 == found["exit_code"], study.said()
+    states = [trial["state"] for trial in found["trials"]]
+    assert states == ["running", "complete", "complete"], study.said()
+    code, found = start().end()
+    assert code == 0
+    check_whole(study, found)
+    assert events(study.run_dir(0), "resumed")
 
 
 @pytest.mark.full

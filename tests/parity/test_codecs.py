@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from shoal.callbacks import Freeze
+from shoal.comm.mesh import Mesh
 from shoal.testing.ranks import Pool
-from tests.parity.runs import check_same, train
+from shoal.training.run import resolve
+from shoal.training.trainer import Trainer
+from tests.parity.runs import GivenSeat, broad, check_same, network, train
 
 ZOO = str(Path(__file__).parents[1] / "zoo.py")
 UNLIKE = str(Path(__file__).with_name("unlike.py"))
@@ -72,3 +77,20 @@ def test_packed_gradients_send_less_and_end_alike(pool: Pool) -> None:
     first, second = pool.run(train, 2, "broad", "data=2 codec=int4")
     assert all(tensor.equal(second["model"][name]) for name, tensor in first["model"].items())
     assert first["bytes"] < plain[0]["bytes"] / 2
+
+
+def freezes(mesh: Mesh, plan: str) -> list[bool]:
+    """Whether a weight that is frozen after the third of 8 steps moved before and after it."""
+    run = network(
+        model=broad().model,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-2, momentum=0.9),
+        callbacks=[Freeze("1.*", since=3)],
+    )
+    with Trainer(run, resolve(run, plan, mesh.num_ranks), GivenSeat(mesh)) as trainer:
+        seen = [trainer.model.state_dict()["1.weight"].clone() for _ in trainer]
+    return [not torch.equal(a, b) for a, b in ((seen[1], seen[2]), (seen[2], seen[-1]))]
+
+
+@pytest.mark.parametrize("plan", ["codec=topk:0.05", "zero=1 codec=int4"])
+def test_what_is_frozen_is_not_stepped_on_by_what_comes_late(pool: Pool, plan: str) -> None:
+    assert pool.run(freezes, 2, f"data=2 {plan}") == [[True, False]] * 2

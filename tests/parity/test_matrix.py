@@ -38,6 +38,8 @@ PLANS = {
     "tensor=2 pipeline=2 recompute=blocks": "gpt",
     "data=2 zero=1 offload=optimizer": "towers",
 }
+# Each is met with more beside it.
+LONG = ("data=2 tensor=2", "tensor=2 pipeline=2", "tensor=2 pipeline=2 recompute=blocks")
 FEW = ("data=2 zero=3", "tensor=2", "pipeline=2 schedule=zero-bubble", "data=2 zero=1 pipeline=2")
 
 
@@ -55,7 +57,12 @@ def test_the_diagonal_meets_every_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "model"), [cell for cell in PLANS.items() if cell[1] not in OF_TRANSFORMERS]
+    ("plan", "model"),
+    [
+        pytest.param(plan, model, marks=pytest.mark.full if plan in LONG else ())
+        for plan, model in PLANS.items()
+        if model not in OF_TRANSFORMERS
+    ],
 )
 def test_a_plan_trains_what_one_process_would(verify: Any, plan: str, model: str) -> None:
     same(verify, model, plan, steps=5)

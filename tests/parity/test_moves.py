@@ -194,7 +194,8 @@ def test_out_of_lockstep_the_state_is_whole(
     check_moved(pool, runs, tmp_path, "gpt", before, after)
 
 
-@pytest.mark.parametrize("plan", ["data=2", pytest.param("data=2 zero=3", marks=pytest.mark.full)])
+@pytest.mark.full  # with what packing has not sent: above
+@pytest.mark.parametrize("plan", ["data=2", "data=2 zero=3"])
 def test_the_same_plan_goes_on_with_the_same_bits(
     pool: Pool, runs: Runs, tmp_path: Path, plan: str
 ) -> None:
@@ -247,13 +248,8 @@ def test_replicas_get_their_own_back(pool: Pool, runs: Runs, apart: Path, tmp_pa
     check_goes_on(pool, runs, tmp_path / "on", "gpt", LOCAL, LOCAL)
 
 
-@pytest.mark.parametrize(
-    ("plan", "other"),
-    [
-        (MESHES[0], MESHES[1]),
-        *(pytest.param(*pair, marks=FULL) for pair in zip(MESHES[1:], [*MESHES[2:], MESHES[0]])),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("plan", "other"), zip(MESHES, [*MESHES[1:], MESHES[0]]))
 def test_replicas_that_are_meshes_keep_their_own_however_they_are_cut(
     pool: Pool, runs: Runs, tmp_path: Path, plan: str, other: str
 ) -> None:

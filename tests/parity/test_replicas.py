@@ -20,7 +20,7 @@ SAME = {
     "data=4 zero=1 replicas=2 local_steps=2 outer=nesterov": f"{UNLIKE}:tied",
     "data=2 local_steps=3 precision=fp16": f"{UNLIKE}:loud",
     "data=4 zero=2 replicas=2 sync=server local_steps=3 outer=nesterov": f"{UNLIKE}:noisy",
-    "data=2 pipeline=2 sync=server servers=2 local_steps=3": f"{ZOO}:mlp",
+    "data=2 pipeline=2 sync=server servers=4 local_steps=3 codec=int4": f"{ZOO}:mlp",
 }
 WITHIN_ROUNDING = {
     "data=2 tensor=2 local_steps=3 outer=nesterov": f"{ZOO}:gpt",
@@ -30,6 +30,7 @@ WITHIN_ROUNDING = {
 PLANS = [
     *SAME,
     *WITHIN_ROUNDING,
+    "data=2 pipeline=2 sync=server servers=2 local_steps=3",
     "data=4 replicas=2 local_steps=4",
     "data=4 pieces=8 zero=1 replicas=2 local_steps=4 precision=fp16",
     "data=4 zero=2 replicas=2 local_steps=4 outer=nesterov",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.collectives import LOOK, Group
+from shoal.comm.flight_recorder import RECORDER
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.rendezvous import join_store, serve_store, wait_for_ranks
@@ -217,3 +218,20 @@ def parts_in_turn(mesh: Mesh) -> list[float]:
 
 def test_a_part_of_some_is_no_hindrance_to_the_next(pool: Pool) -> None:
     assert pool.run(parts_in_turn, 3) == [[2.0, 3.0], [1.0, 3.0], [2.0, 3.0]]
+
+
+def seconds_blocked(mesh: Mesh, is_gloo: bool) -> float:
+    """Of a rank, in an exchange to which rank 1 comes late."""
+    group = Group(dist.group.WORLD) if is_gloo else mesh.world
+    group.all_gather_numbers([0.0])
+    before = RECORDER.blocked.seconds
+    if mesh.rank == 1:
+        time.sleep(0.4)
+    group.all_reduce(torch.ones(3)).wait()
+    return RECORDER.blocked.seconds - before
+
+
+@pytest.mark.parametrize("is_gloo", [False, True])
+def test_the_time_that_a_rank_is_blocked_is_counted(pool: Pool, is_gloo: bool) -> None:
+    early, late = pool.run(seconds_blocked, 2, is_gloo)
+    assert early > 0.2 > late

@@ -241,6 +241,24 @@ def test_over_hosts_each_names_the_rank_that_it_waits_for(pool: Pool) -> None:
         assert f"rank {late} of the group did not come within 0.5 s" in told[rank]
 
 
+def outlives(mesh: Mesh) -> float:
+    """The last rank is done and leaves, before the first sends to the second."""
+    group, arrived = formed(mesh).handle, torch.zeros(1)
+    assert isinstance(group, SharedGroup)
+    if mesh.rank == 2:
+        group.shutdown()
+    elif mesh.rank == 0:
+        time.sleep(3 * shared_group.LOOK_S)
+        group.send([torch.ones(1)], 1, 0).wait()
+    else:
+        group.recv([arrived], 0, 0).wait()
+    return float(arrived)
+
+
+def test_a_message_does_not_need_a_third_rank_that_has_left(pool: Pool) -> None:
+    assert pool.run(outlives, 3) == [0.0, 1.0, 0.0]
+
+
 def is_killed(mesh: Mesh, told: int = 0, hosts: str = "") -> None:
     """The last rank, and rank `told` raises what it hears of it: the pool tells of the first."""
     group = formed(mesh, hosts)

@@ -149,6 +149,7 @@ class TestInt8(StrategyConformance):
         return int8
 
 
+@pytest.mark.full
 class TestOneBit(StrategyConformance):
     parity, plan = "none", "codec=onebit precision=fp16"
 
@@ -157,6 +158,7 @@ class TestOneBit(StrategyConformance):
         return onebit
 
 
+@pytest.mark.full
 class TestHalf(StrategyConformance):
     parity, plan = "none", "codec=bf16 precision=fp16"
 
@@ -173,6 +175,7 @@ class TestLargest(StrategyConformance):
         return largest
 
 
+@pytest.mark.full
 class TestInt4EachRound(StrategyConformance):
     parity, holds_all, plan = "none", False, "zero=2 codec=int4 precision=fp16"
 

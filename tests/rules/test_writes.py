@@ -35,6 +35,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "forward ctx.place": "what torch hands from a forward to its backward",
         "forward ctx.weight": "what torch hands from a forward to its backward",
     },
+    "numerics/momentum.py": {
+        "without_momentum optimizer.param_groups": "other groups for one step, put back at its end",
+    },
     "sync/allreduce.py": {
         "_coalesce table.grad": "the gradient of a parameter",
     },
@@ -57,6 +60,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "record_difference verdict.identical": "the result that a comparison fills",
         "_diverge verdict.identical": "the result that a comparison fills",
         "_diverge verdict.first": "the result that a comparison fills",
+        "judge verdict.unsteady": "the result that a comparison fills",
     },
 }
 

@@ -123,15 +123,19 @@ def write_ssh(
     hidden: Path | None = None,
     ahead_s: int = 0,
     is_apart: bool = False,
+    disk: tuple[Path, str] | None = None,
 ) -> str:
     """A command in the place of ssh, which enters the host's namespace instead. There a directory
     is hidden, as if its disk were the first host's own, and monotonic clocks are ahead, as those of
-    a machine that started earlier; if it `is_apart`, it shares no memory with the first. Returns
-    what SHOAL_SSH is to be."""
+    a machine that started earlier; if it `is_apart`, it shares no memory with the first. Its
+    temporary files may be on a `disk` of a size. Returns what SHOAL_SSH is to be."""
     apart = " ".join(APART) + " " if is_apart else ""
     clock = f"unshare --time --monotonic {ahead_s} --boottime {ahead_s} " if ahead_s else ""
     cases = "\n".join(f"{name}) space={host.namespace} ;;" for name, host in hosts.items())
     hide = "" if hidden is None else f"mount -t tmpfs none '{hidden}' && "
+    if disk is not None:
+        disk[0].mkdir(exist_ok=True)
+        hide += f"mount -t tmpfs -o size={disk[1]} none '{disk[0]}' && TMPDIR='{disk[0]}' "
     path.write_text(
         f"""#!/bin/sh
 host=$1

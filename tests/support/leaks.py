@@ -15,6 +15,7 @@ test keeps on purpose (a pool of ranks) is named by the fixture `kept_processes`
 import ctypes
 import os
 import re
+import socket
 import tempfile
 import threading
 import time
@@ -54,7 +55,7 @@ def traces(kept: frozenset[int] = frozenset()) -> Traces:
     return Traces(
         processes=frozenset(f"{pid} {_title(pid)}" for pid in below if pid not in kept),
         threads=frozenset(f"{t.name} ({t.ident})" for t in threading.enumerate() if t.is_alive()),
-        ports=frozenset(listening_ports()),
+        ports=frozenset(_own_ports()),
         segments=frozenset(own_segments({os.getpid(), *below})),
         variables=frozenset(
             f"{name}={value}"
@@ -83,10 +84,11 @@ def descendants(pid: int | None = None) -> set[int]:
     found: set[int] = set()
     if pid is None and not _has_children():
         return found  # with orphans adopted, who has no child has no descendant
+    # All are asked: a child may have a lower number than its parent, since numbers begin again.
     parents: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(int(entry))) and stat[0] != "Z":
-            parents.setdefault(stat[1], []).append(int(entry))
+    for number in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        if (stat := _stat(number)) and stat[0] != "Z":
+            parents.setdefault(stat[1], []).append(number)
     queue = [os.getpid() if pid is None else pid]
     while queue:
         children = parents.get(queue.pop(), [])
@@ -129,10 +131,25 @@ def is_alive(pid: int) -> bool:
     return stat is not None and stat[0] != "Z"
 
 
-def listening_ports(pid: int | None = None) -> set[str]:
-    """The TCP ports on which a process (this one by default) listens, as address:port in hex."""
+def _own_ports() -> set[str]:
+    """The TCP ports on which this process listens. Asked of its sockets: to read /proc/net/tcp
+    takes the kernel some milliseconds, since it has a place for every connection there could be."""
+    ports: set[str] = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed since it was listed
+            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry))) as made:
+                is_tcp = made.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.add("{}:{}".format(*made.getsockname()))
+    return ports
+
+
+def listening_ports(pid: int) -> set[str]:
+    """The TCP ports on which a process listens, as address:port in hex."""
     own = set()
-    folder = f"/proc/{'self' if pid is None else pid}/fd"
+    folder = f"/proc/{pid}/fd"
     for entry in os.listdir(folder):
         try:
             own.add(os.readlink(f"{folder}/{entry}"))

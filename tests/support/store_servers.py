@@ -32,6 +32,7 @@ S3_KEY, S3_SECRET = "shoalkey", "of-no-worth"
 _OPENED = (
     *("java.lang", "java.lang.ref", "java.lang.reflect", "java.util", "java.util.concurrent"),
     *("java.util.concurrent.atomic", "java.util.concurrent.locks", "java.net", "java.nio"),
+    "java.nio.charset",
     *("java.io", "java.math", "java.security", "sun.nio.ch", "jdk.internal.ref"),
 )
 _MORE_OPENED = (

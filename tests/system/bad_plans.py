@@ -245,6 +245,80 @@ def writes() -> shoal.Run:
     return run_of(lambda: nn.Sequential(*layers(2), Writes(), *layers(2)))
 
 
+class Limits(nn.Linear):
+    """Limits its weight without autograd's knowledge, in its place or by another in its place."""
+
+    def __init__(self, in_place: bool):
+        super().__init__(WIDTH, WIDTH)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.weight.data.clamp_(-0.1, 0.1)
+        else:
+            self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.2)
+        return super().forward(x)
+
+
+def limits(in_place: bool = False) -> shoal.Run:
+    return run_of(lambda: nn.Sequential(*layers(2), Limits(in_place), *layers(2)))
+
+
+class Limited(nn.Module):
+    """Limits the weight of a block before the block runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Sequential(*layers(2)), nn.Sequential(*layers(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last[0].weight.clamp_(-0.1, 0.1)
+        out: Tensor = self.last(self.first(x))
+        return out
+
+
+def limited() -> shoal.Run:
+    return run_of(Limited)
+
+
+class Replaces(nn.Module):
+    """Makes its parameter anew in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight = nn.Parameter(self.layer.weight.detach().clone())
+        out: Tensor = self.layer(x)
+        return out
+
+
+def replaces() -> shoal.Run:
+    return run_of(lambda: nn.Sequential(*layers(2), Replaces(), *layers(2)))
+
+
+class Teaches(nn.Module):
+    """Follows itself: a copy that is moved towards it in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.copy = nn.Sequential(*layers(2)), nn.Sequential(*layers(2))
+        self.copy.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mean, p in zip(self.copy.parameters(), self.own.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
+        out: Tensor = self.own(x) + self.copy(x)
+        return out
+
+
+def teaches() -> shoal.Run:
+    return run_of(Teaches)
+
+
 class Mixed(nn.Module):
     """One of its layers computes in double precision."""
 
@@ -315,6 +389,30 @@ class Remembers(nn.Module):
 
 def remembers() -> shoal.Run:
     return run_of(Remembers)
+
+
+class Experts(nn.Module):
+    """Runs the layers that some sample asks for, or, if it `drops`, those that chance leaves."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self.first, self.last, *experts = layers(8)
+        self.experts, self.drops = nn.ModuleList(experts), drops
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        asked = x.argmax(dim=1) % len(self.experts)
+        for number, expert in enumerate(self.experts):
+            rows = (asked == number).nonzero().squeeze(1)
+            if torch.rand(()) < 0.5 if self.drops else rows.numel():
+                x = x.index_add(0, rows, expert(x[rows]))
+        return self.last(x)
+
+
+def experts(drops: bool = False) -> shoal.Run:
+    held_out = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(4))
+    evaluate = shoal.data.tensors(held_out, held_out)
+    return run_of(lambda: Experts(drops), evaluate=evaluate)
 
 
 class Product(torch.autograd.Function):

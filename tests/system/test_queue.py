@@ -1,5 +1,7 @@
 """submit, status, logs, stop, queue: real runs in the queue of this machine, and plain ones."""
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -9,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from shoal.cli.main import run_here
 from shoal.cluster.engine import JobState
 from shoal.cluster.local_queue.engine import LocalQueue
 from shoal.cluster.local_queue.job_process import JobEnd, JobFiles
@@ -58,6 +61,13 @@ class Queue:
             command, cwd=self.path, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         return Said(done.returncode, done.stdout, done.stderr)
+
+    def shoal_here(self, *words: str) -> Said:
+        """The same in this process, which spares the start of another."""
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.chdir(self.path), redirect_stdout(output), redirect_stderr(errors):
+            code = run_here(list(words))
+        return Said(code, output.getvalue(), errors.getvalue())
 
     def submit(self, recipe: str, *words: str) -> str:
         said = self.shoal("submit", recipe, *words, "--json")
@@ -139,19 +149,22 @@ def _is_quiet() -> bool:
 def test_a_job_from_its_submission_to_its_end(queue: Queue) -> None:
     job = queue.submit(LINE, "--plan", "data=1", "--set", "steps=3", "--run-dir", "mine")
     assert job == "local:1"
-    again = queue.shoal("submit", LINE, "--plan", "data=1", "--run-dir", "mine")
+    again = queue.shoal_here("submit", LINE, "--plan", "data=1", "--run-dir", "mine")
     assert again.exit_code == 2 and "mine belongs to the job local:1" in again.errors
     found = queue.wait(job, "done")
     assert found.exit_code == 0 and found.run_dir == str(queue.path / "mine")
-    status = queue.shoal("status", "mine", "--json").result
+    status = queue.shoal_here("status", "mine", "--json").result
     assert (status["job"], status["state"], status["exit_code"]) == ("local:1", "done", 0)
     assert (status["step"], status["steps"], status["generation"]) == (3, 3, 0)
     assert status["loss"] > 0 and 0 < status["goodput"] <= 1
     assert [member["rank"] for member in status["members"]] == [0]
     assert status["checkpoint"] == "step-00000003"
-    assert "done: 3 steps" in queue.shoal("logs", job).output
+    assert "done: 3 steps" in queue.shoal_here("logs", job).output
+    lines = queue.shoal_here("logs", job, "--json").result["lines"]
+    assert "done: 3 steps" in "\n".join(lines)
     assert wait_until(lambda: not (queue_directory() / SOCKET).exists(), 20.0)
-    assert queue.shoal("queue", "--json").result == {"jobs": [], "exit_code": 0}  # of the journal
+    listed = queue.shoal_here("queue", "--json").result
+    assert listed == {"jobs": [], "exit_code": 0}  # of the journal
     assert not (queue_directory() / SOCKET).exists()
 
 
@@ -171,24 +184,27 @@ def test_a_job_from_its_submission_to_its_end(queue: Queue) -> None:
         (("submit", LINE, "--nodes", "2"), "of one machine"),
         (("submit", LINE, "--time", "soon"), "is no time"),
         (("submit", LINE, "--plan", "data=0"), "data=0"),
+        (("submit", LINE, "--keep", "all"), "says nothing of what to keep"),
+        (("submit", LINE, "--track", "paper"), "paper"),
+        (("submit", LINE, "--replay", "0.5"), "--replay has no effect without --new-data"),
         (("submit", "nothing.py:line"), "There is no file nothing.py"),
         (("submit", "line"), "names no recipe"),
     ],
 )
 def test_what_is_refused(queue: Queue, words: tuple[str, ...], why: str) -> None:
-    said = queue.shoal(*words)
+    said = queue.shoal_here(*words)
     assert said.exit_code == 2 and why in said.errors, said
     assert not list(queue.path.glob("runs/*"))
 
 
 def test_what_would_be_submitted_is_printed_and_nothing_is_made(queue: Queue) -> None:
     words = ("--plan", "data=2", "--set", "pause=0.5", "--keep", "last=1", "--time", "1:30")
-    said = queue.shoal("submit", LINE, *words, "--priority", "4", "--dry-run")
+    said = queue.shoal_here("submit", LINE, *words, "--priority", "4", "--dry-run")
     assert said.exit_code == 0, said.errors
     assert "2 cores, priority 4, at most 90 s" in said.output
     assert f"{LINE} --plan data=2 --set pause=0.5 --keep last=1 --run-dir" in said.output
     assert "--resume" in said.output and not list(queue.path.iterdir())
-    said = queue.shoal("submit", LINE, *words, "--dry-run", "--json")
+    said = queue.shoal_here("submit", LINE, *words, "--dry-run", "--json")
     assert "2 cores" in said.result["would_submit"] and said.result["exit_code"] == 0
 
 
@@ -196,7 +212,7 @@ def test_what_would_be_submitted_is_printed_and_nothing_is_made(queue: Queue) ->
 def test_another_users_directory_is_refused(queue: Queue) -> None:
     (queue.path / "state").mkdir()
     os.chown(queue.path / "state", 12345, 12345)
-    said = queue.shoal("submit", LINE, "--plan", "data=1")
+    said = queue.shoal_here("submit", LINE, "--plan", "data=1")
     assert said.exit_code == 2 and "belongs to user 12345" in said.errors
     assert not list(queue.path.glob("runs/*"))
     os.chown(queue.path / "state", 0, 0)
@@ -205,7 +221,7 @@ def test_another_users_directory_is_refused(queue: Queue) -> None:
 def test_a_directory_that_others_may_enter_is_refused(queue: Queue) -> None:
     queue_directory().mkdir(parents=True)
     queue_directory().chmod(0o755)
-    said = queue.shoal("queue")
+    said = queue.shoal_here("queue")
     assert said.exit_code == 2 and "can be entered by others" in said.errors
 
 
@@ -241,6 +257,8 @@ def test_jobs_take_turns_by_priority(queue: Queue) -> None:
 @pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_an_urgent_job_shrinks_a_run_which_grows_back_with_the_same_bits(queue: Queue) -> None:
+    said = queue.shoal("queue", "--limit", "cores=all")
+    assert "cores=all running=" in said.errors
     queue.shoal("queue", "--limit", "cores=2")
     elastic = queue.submit(PATIENT, "--plan", "data=2")
     queue.wait_for_step(elastic)

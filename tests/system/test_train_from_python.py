@@ -126,6 +126,10 @@ def test_what_the_recipe_raises_is_shown_where_the_run_was_asked_for(tmp_path: P
     assert raised.value.outcome.steps == 0 and raised.value.outcome.trace == trace
     printed = [event.lines for event in events if isinstance(event, PrintedEvent)]
     assert printed == [["seen 8 1"]]
+
+
+@pytest.mark.full
+def test_what_the_recipe_raises_before_a_run_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(shoal.ShoalError, match="a key of the recipe's own") as raised:
         shoal.train(tiny.fails, run_dir=tmp_path / "other", progress=False)
     assert "in fails" in "".join(raised.value.__notes__)
@@ -216,9 +220,50 @@ def num_steps(tmp_path: Path) -> int:
     return len(record.read_bytes().splitlines()) if record.exists() else 0
 
 
-@pytest.mark.quick("threads")
+def train_until_interrupted(run_dir: str, steps: int) -> None:
+    """In a fork of the warm process, which has no threads."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        outcome = shoal.train(
+            tiny.line,
+            "data=2",
+            settings={"pause": 0.05, "steps": steps},
+            run_dir=run_dir,
+            resume=True,
+        )
+    except KeyboardInterrupt as error:
+        assert error.outcome.is_saved
+        print(error.outcome.steps, error)
+    else:
+        print(outcome.steps)
+
+
+def test_an_interrupt_stops_and_saves_and_the_same_call_goes_on(pool: Pool, tmp_path: Path) -> None:
+    said = []
+    for number, steps in enumerate((400, 0)):
+        output, errors = tmp_path / f"{number}.out", tmp_path / f"{number}.err"
+        command = pool.start(
+            train_until_interrupted,
+            str(tmp_path / "run"),
+            steps or num_steps(tmp_path) + 2,
+            environment={},
+            output=output,
+            errors=errors,
+            directory=tmp_path,
+        )
+        if steps:
+            assert wait_until(lambda: num_steps(tmp_path) > 2, 40.0)
+            command.send_signal(signal.SIGINT)
+        assert command.wait() == 0, errors.read_text()
+        said += [num_steps(tmp_path), output.read_text(), errors.read_text()]
+    made, stopped, _, all_made, ended, told = said
+    assert stopped.startswith(f"{made} stopped after step {made}") and "resume=True" in stopped
+    assert (all_made, ended) == (made + 2, f"{made + 2}\n") and "going on from step" in told
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["threads", "no threads"])
-def test_an_interrupt_stops_and_saves_and_the_same_call_goes_on(tmp_path: Path, kind: str) -> None:
+def test_a_script_is_interrupted_and_the_same_call_goes_on(tmp_path: Path, kind: str) -> None:
     script = start_script(tmp_path, 400, kind)
     assert wait_until(lambda: num_steps(tmp_path) > 2, 40.0)
     script.send_signal(signal.SIGINT)

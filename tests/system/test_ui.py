@@ -120,7 +120,7 @@ def test_a_report_in_a_browser(tmp_path: Path, browser: Browser) -> None:
     browser.open((run / "report.html").as_uri())
     browser.wait("return document.querySelectorAll('.chart canvas').length >= 4", "the charts")
     assert "rank 1 was lost" in browser.text() and EVIL in browser.text()
-    for words in ("CPU", "Memory", "Staleness", "Predicted and measured", "step_s"):
+    for words in ("CPU", "Memory", "Staleness", "time of a step", "500 ms"):
         assert words in browser.text()
     assert browser.run("return window.hit") is None
     strips = "return document.querySelector('.strips canvas').getAttribute('aria-label')"

@@ -145,6 +145,7 @@ def test_exit_codes_come_through(
     assert told in done.stderr
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_passed_on(warm: Warm, tmp_path: Path, number: int) -> None:
     words = ("train", f"{TINY}:line", "--plan", "data=2", "--run-dir", "r", "--set", "pause=0.3")
@@ -180,7 +181,11 @@ def test_what_a_command_writes_follows_its_callers_umask(warm: Warm, tmp_path: P
 
 @pytest.mark.parametrize(
     ("closed", "code", "told"),
-    [("0<&-", 2, "no recipe file"), (">&-", 2, "Standard output is closed"), ("2>&-", 2, "")],
+    [
+        pytest.param("0<&-", 2, "no recipe file", marks=pytest.mark.full),  # in a cold command
+        (">&-", 2, "Standard output is closed"),
+        ("2>&-", 2, ""),
+    ],
 )
 def test_a_closed_stream_is_no_traceback(
     warm: Warm, tmp_path: Path, closed: str, code: int, told: str
@@ -258,7 +263,6 @@ def test_killing_the_warm_process_ends_its_commands(own_warm: Warm, tmp_path: Pa
     assert "Missing argument" in done.stderr, "a dead warm process must not be in the way"
 
 
-@pytest.mark.full
 @pytest.mark.full
 def test_it_leaves_when_idle(tmp_path_factory: pytest.TempPathFactory) -> None:
     idle = Warm(tmp_path_factory.mktemp("w"))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -293,3 +294,25 @@ def test_the_ulp_is_that_of_the_precision(tmp_path: Path, precision: str) -> Non
     missing.num_ulps = 0
     (tmp_path / "missing").mkdir()
     assert place(judge(tmp_path / "missing", run, missing, plan)) == (1, "gradient", "2.bias")
+
+
+class Draws(nn.Module):
+    """Draws of numpy, which no plan and no seed of torch repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scaled: Tensor = self.layer(inputs) * (1 + 0.01 * np.random.rand())
+        return scaled
+
+
+def test_draws_that_are_not_torchs_excuse_no_plan(tmp_path: Path) -> None:
+    verdict = judge(tmp_path, run_of(Draws))
+    assert place(verdict) == (1, "loss", "")
+    assert 1e-5 < verdict.unsteady < 0.1
+
+
+def test_a_model_that_can_be_repeated_is_steady(tmp_path: Path) -> None:
+    assert not judge(tmp_path, run_of(Chaos)).unsteady

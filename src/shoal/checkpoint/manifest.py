@@ -16,7 +16,7 @@ import msgspec
 
 from shoal.errors import BadCheckpoint
 from shoal.parallel.boxes import Box, tile
-from shoal.storage.decoding import decode_json
+from shoal.storage.decoding import SealedFile
 from shoal.storage.store import SEAL
 
 FORMAT, VERSION = "shoal-checkpoint", 1
@@ -109,13 +109,6 @@ class Manifest(msgspec.Struct, frozen=True):
         return ((tensor, chunk) for tensor in self.tensors for chunk in tensor.chunks)
 
 
-class _FormatTag(msgspec.Struct):
-    """The fields that are checked before the rest is decoded."""
-
-    format: str = ""
-    version: int = 0
-
-
 def encode(manifest: Manifest) -> bytes:
     return msgspec.json.encode(manifest) + b"\n"
 
@@ -124,23 +117,13 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def seal(content: bytes) -> bytes:
-    """The seal, in the form that `sha256sum -c` reads."""
-    return f"{digest(content)}  {MANIFEST}\n".encode()
+_SEALED = SealedFile(MANIFEST, SEAL, FORMAT, VERSION, BadCheckpoint)
+seal = _SEALED.seal
 
 
 def decode(content: bytes, sealed: bytes) -> Manifest:
     """Decode a manifest that matches its seal and is consistent."""
-    if sealed != seal(content):
-        raise BadCheckpoint(f"{MANIFEST} is not what {SEAL} says: one of them was changed.")
-    kind = decode_json(content, _FormatTag, MANIFEST, BadCheckpoint)
-    if kind.format != FORMAT:
-        raise BadCheckpoint(f"{MANIFEST} is of the format {kind.format!r}, not {FORMAT!r}.")
-    if kind.version != VERSION:
-        raise BadCheckpoint(
-            f"{MANIFEST} is of version {kind.version}; this Shoal reads version {VERSION}."
-        )
-    manifest = decode_json(content, Manifest, MANIFEST, BadCheckpoint)
+    manifest = _SEALED.decode(content, sealed, Manifest)
     _check(manifest)
     return manifest
 

@@ -50,23 +50,17 @@ class Snapshot:
         self._is_copied = [*self._never]
         self._versions = [source._version for source in sources]
         self._lock = threading.Lock()
-        self._spoilt: RuntimeError | None = None  # set by `release`, raised by the reader
+        self._spoilt: RuntimeError | None = None  # raised by `chunks`, when a draft is there
         self._copy([i for i, now in enumerate(at_once) if now])
 
     def copy(self) -> None:
         """Copy the rest, chunk by chunk, while the state does not change."""
         for i in range(len(self._placed)):
-            with self._lock:
-                self._copy([i])
+            self._copy_or_spoil([i])
 
     def release(self) -> None:
         """Copy the rest at once; then the state may change."""
-        with self._lock:
-            try:
-                self._copy(range(len(self._sources)))
-            except RuntimeError as spoilt:
-                self._spoilt = spoilt
-                self._is_copied = [True] * len(self._sources)
+        self._copy_or_spoil(range(len(self._sources)))
 
     def chunks(self) -> Iterator[Iterator[memoryview]]:
         """The bytes of each chunk in turn, in small parts."""
@@ -86,6 +80,14 @@ class Snapshot:
 
     def _place(self, i: int) -> Tensor:
         return self._space.place_of(self._placed[i], self._num_bytes)
+
+    def _copy_or_spoil(self, which: Sequence[int]) -> None:
+        with self._lock:
+            try:
+                self._copy([i for i in which if i < len(self._sources)])  # none when it is closed
+            except RuntimeError as spoilt:
+                self._spoilt = spoilt
+                self._is_copied = [True] * len(self._sources)
 
     @torch.no_grad()
     def _copy(self, which: Sequence[int]) -> None:

@@ -2,14 +2,15 @@
 
 import click
 
-from shoal.cli.output import say
+from shoal.cli.output import as_json, print_json, say
 
 
 @click.command()
 @click.argument("job")
 @click.option("--rank", type=click.IntRange(min=0), help="Of this rank, instead of the command.")
 @click.option("--follow", is_flag=True, help="Go on until the job has ended.")
-def logs(job: str, rank: int | None, follow: bool) -> None:
+@as_json
+def logs(job: str, rank: int | None, follow: bool, as_json: bool) -> None:
     """Print the lines of JOB, a run directory or engine:id.
 
     \b
@@ -24,7 +25,11 @@ def logs(job: str, rank: int | None, follow: bool) -> None:
     from shoal.launch.job_logs import lines_of
 
     try:
-        for line in lines_of(find_job(job), rank=rank, follow=follow):
+        lines = lines_of(find_job(job), rank=rank, follow=follow)
+        if as_json:
+            print_json({"lines": [*lines]})
+            return
+        for line in lines:
             say(line)
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -63,5 +63,6 @@ def _set_limits(on: str, limits: dict[str, str]) -> None:
     if on != "local":
         raise UsageError(f"--limit is of the local queue; {on} has limits of its own.")
     found = LocalQueue().limits(limits)
-    shown = (f"{name}={value}" for name, value in msgspec.structs.asdict(found).items())
+    values = msgspec.structs.asdict(found).items()
+    shown = (f"{name}={'all' if value is None else value}" for name, value in values)
     say(f"shoal: limits are {' '.join(shown)}", is_error=True)

@@ -99,10 +99,9 @@ def submit(
     """
     options.refuse_unusable_process()
     from shoal.launch.submit import SubmitOptions, describe_job, submit_job
-    from shoal.training.options import AUTO
+    from shoal.training.options import StartOptions, check_start
 
-    if given["plan"] != AUTO:
-        options.check_plan(given["plan"])
+    check_start(StartOptions(**{n: given[n] for n in StartOptions.__struct_fields__ if n in given}))
     how = SubmitOptions(**{name: given[name] for name in SubmitOptions.__struct_fields__})
     asked = (recipe, words_for_train(context), given["plan"], run_dir, how)
     if dry_run:

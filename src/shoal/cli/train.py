@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="WHERE",
     help="Where processes start: `local`, on this machine; `hosts:a,b,c`, on hosts that ssh "
-    "reaches, this one among them as `localhost`.",
+    "reaches, this one among them as `localhost`; `ray` or `ray://ADDRESS`, on a Ray cluster; "
+    "`slurm`, on the nodes of the allocation that this is in; `kubernetes`, in the pods of a job.",
 )
 @options.run_dir
 @options.spares

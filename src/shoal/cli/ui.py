@@ -15,7 +15,7 @@ from shoal.errors import UsageError, require
 @click.argument("directory", required=False, type=click.Path(path_type=Path))
 @click.option("--port", type=click.IntRange(0, 65535), help="Default: 8765, or one that is free.")
 @click.option("--no-browser", is_flag=True, help="Print the address, and open no browser.")
-@click.option("--control", is_flag=True, help="Runs may be stopped and resized from the page.")
+@click.option("--control", is_flag=True, help="Runs may be stopped, saved and resized there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the address as one JSON object.")
 def ui(
     directory: Path | None, port: int | None, no_browser: bool, control: bool, as_json: bool

@@ -115,6 +115,12 @@ def in_words(verdict: Any, recipe: str) -> str:
             "WITHIN ROUNDING: no step, done from where the plan stood, differs by more than "
             f"{verdict.times:.2g} times the model's own rounding (allowed: {verdict.allowed})."
         )
+    if verdict.unsteady:
+        lines.append(
+            f"  One process that does a step again differs by {verdict.unsteady:.2e}: the model "
+            "draws numbers that are not torch's (of numpy, random, a generator of its own), or its "
+            "forward keeps state that is no buffer. No plan can repeat that."
+        )
     if verdict.first is not None:
         lines.append(f"DIFFERENT: first at {verdict.first}.")
     if verdict.complaint:

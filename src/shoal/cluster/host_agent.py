@@ -129,7 +129,7 @@ def serve_run(invitation: Invitation, options: AgentOptions) -> RunEnded:
 
 
 def _await_reachable(endpoint: tuple[str, int], timeout_s: float) -> bool:
-    """Whether the first host is there again in time. If its machine answers that nobody listens,
+    """Whether the first host is there again in time. If its machine answers that nothing listens,
     the run is over."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -224,8 +224,8 @@ def refuse_clear_text(plan: Plan) -> None:
         raise UsageError(
             f"Under {str(plan)!r} {what} would cross the network in clear text: Gloo, which moves "
             "them between hosts, does not encrypt. If nobody else listens on that network, say so "
-            "with --trust-network; else use sync=server, whose messages are encrypted, or keep the "
-            "ranks on one host."
+            "with --trust-network; else use sync=server with replicas of one rank each, whose "
+            "messages are encrypted, or keep the ranks on one host."
         )
 
 

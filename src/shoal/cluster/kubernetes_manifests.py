@@ -32,6 +32,7 @@ GRACE_S = 120  # between SIGTERM and the end of a pod, for the run to save
 RETRIES = 6  # of pods that ended by themselves, other than by 75, 1 or 2
 KEPT_S = 7 * 24 * 3600  # after a job's end
 MOST_NAME = 45  # JobSet adds to it, and 63 is the most
+_NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 INDEX = "JOB_COMPLETION_INDEX"
 NOT_PLAIN = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
 
@@ -81,6 +82,14 @@ def parse_options(address: str) -> KubernetesOptions:
                 "recipe, and the claim of a volume for run directories: --on kubernetes:image="
                 "registry.example/train:1,claim=runs."
             )
+    for name in {"claim", "namespace", "priority_class"} & found.keys():
+        if not re.fullmatch(_NAME, found[name]):
+            raise UsageError(
+                f"--on kubernetes:{name.replace('_', '-')}={found[name]} is not a name that "
+                "Kubernetes allows: small letters, digits and - between them."
+            )
+    if re.search(r"\s", found["image"]):
+        raise UsageError(f"--on kubernetes:image={found['image']}: an image has no spaces.")
     try:
         return msgspec.convert(found, KubernetesOptions, strict=False)
     except msgspec.ValidationError as error:

@@ -160,7 +160,7 @@ def describe_shortage(asked: Sequence[float], nodes: Sequence[RayNode]) -> str:
 
 
 def sends_in_private(found: ConnectedToRay, environment: Mapping[str, str]) -> bool:
-    """Whether nobody else reads what Ray sends: all nodes are this machine, or it has TLS."""
+    """Whether no one else reads what Ray sends: all nodes are this machine, or it has TLS."""
     if environment.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
         return True
     return all(node.name == found.own_address or is_loopback(node.name) for node in found.nodes)

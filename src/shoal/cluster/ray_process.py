@@ -59,7 +59,7 @@ class HostActor:
     kernel kills the agent when the thread that started it ends."""
 
     async def begin(self) -> None:
-        """Does nothing: whoever waits for it knows that the actor runs."""
+        """Does nothing: its caller knows that the actor runs."""
 
     async def run_agent(
         self, invitation: bytes, python: str, variables: dict[str, str]

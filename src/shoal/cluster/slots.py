@@ -1,7 +1,7 @@
 """Which cores each of several runs gets. Pure: requests and what is held in, an assignment out.
 
 Runs are started in the order in which they asked. One that does not fit yet is waited for: nothing
-that came later takes the cores it needs, so no run waits for ever. Cores that nobody waits for go
+that came later takes the cores it needs, so no run waits for ever. Cores that no job waits for go
 to the runs that can use more than they have, one by one, to the smallest first. A run that needs
 more cores than there are gets all of them, alone.
 

@@ -134,7 +134,7 @@ def read_hosts(text: str) -> list[str]:
     """The names in `a,b,c`; UsageError if one is missing, given twice, or no name."""
     names = [name.strip() for name in text.split(",")]
     if not text.strip() or not all(names):
-        raise UsageError(f"--on hosts:{text}: name the hosts, as in hosts:localhost,b,c.")
+        raise UsageError("--on hosts: name the hosts, as in hosts:localhost,b,c.")
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"--on hosts:{text}: {name} is named twice.")

@@ -1,6 +1,6 @@
 """How far the clocks of two hosts are apart, from collectives alone.
 
-In an all-gather nobody ends before all have begun. So what rank 0 saw before it lies before what a
+In an all-gather no rank ends before all have begun. So what rank 0 saw before it lies before what a
 rank saw after it, and the other way round: each round gives a lower and an upper bound of the
 offset, and several rounds a narrow interval. If that holds 0, the clock is taken to be the same
 one, as it is on one host. Error: half the time of the fastest round, some 0.1 ms on a network.

@@ -24,7 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.comm.flight_recorder import RECORDER, CollectiveRecord
 from shoal.comm.shared_group import SharedGroup, new_shared_group
 from shoal.comm.shared_rounds import MOST_CONTENT
-from shoal.errors import FailedElsewhere, GroupLost, TookTooLong, UsageError
+from shoal.errors import FailedElsewhere, GroupLost, ShoalError, TookTooLong, UsageError
+
+
+class UnlikeOperations(ShoalError):
+    """Ranks of a group met in different operations."""
 
 
 def _deadline_s(given: str) -> float:
@@ -97,7 +101,8 @@ class Pending:
         return Pending(works, then, self._is_lost or other._is_lost, records, who_is_late)
 
     def wait(self) -> None:
-        with as_group_lost("waiting for", self._records[0] if self._records else None):
+        record = self._records[0] if self._records else None
+        with as_group_lost("waiting for", record), RECORDER.blocked:
             for work in self._works:
                 self._await(work)
         for record in self._records:
@@ -301,7 +306,7 @@ class Group:
 
     def receive(self, tensor: Tensor, source: int) -> None:
         record = self.begin_message(source, tensor.nbytes, sends=False)
-        with as_group_lost("in", record):
+        with as_group_lost("in", record), RECORDER.blocked:
             there = tensor.to(self._device)
             dist.recv(there, group_src=source, group=self.handle)
             if there is not tensor:
@@ -331,9 +336,14 @@ class Group:
         assert isinstance(self.handle, SharedGroup)
         packed = struct.Struct(f"={len(numbers)}d")
         record = self.begin("all-gather", packed.size, "numbers")
-        with as_group_lost("gathering numbers:", record):
+        with as_group_lost("gathering numbers:", record), RECORDER.blocked:
             rows = self.handle.gather_bytes(packed.pack(*numbers))
         record.end()
+        if any(len(row) != packed.size for row in rows):
+            raise UnlikeOperations(
+                "Ranks are not at the same operation: each must make the same calls as the others, "
+                "in the same order."
+            )
         return [[*packed.unpack(row)] for row in rows]
 
     @contextmanager

@@ -16,6 +16,7 @@ import psutil
 from shoal.comm.wire import Keys
 from shoal.errors import UsageError
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SOCKETS, _ADDRESS, _KEYS = "SHOAL_SOCKETS", "SHOAL_ADDRESS", "SHOAL_KEYS"
 _held: list[Keys] = []  # the keys of the run that this process is of, if it spans hosts
 
@@ -47,7 +48,7 @@ def host_environment(address: str, sockets: str) -> dict[str, str]:
     """The environment variables of one host's processes, which are forked from one that holds the
     keys. Gloo is given a network interface."""
     own = {_SOCKETS: sockets, _ADDRESS: address, _KEYS: "held"}
-    return own | {"GLOO_SOCKET_IFNAME": interface_of(address)}
+    return own | {GLOO_INTERFACE: interface_of(address)}
 
 
 def endpoint_from(environment: Mapping[str, str]) -> Endpoint:
@@ -64,8 +65,19 @@ def endpoint_from(environment: Mapping[str, str]) -> Endpoint:
 
 
 def _loopback_interface() -> dict[str, str]:
-    name = "GLOO_SOCKET_IFNAME"
-    return {name: os.environ.get(name) or interface_of("127.0.0.1")}
+    return {GLOO_INTERFACE: named_interface() or interface_of("127.0.0.1")}
+
+
+def named_interface() -> str:
+    """The interface that the environment names for Gloo, if it does; UsageError if there is none
+    such."""
+    name = os.environ.get(GLOO_INTERFACE, "")
+    if name and name not in (known := psutil.net_if_addrs()):
+        raise UsageError(
+            f"{GLOO_INTERFACE}={name} in the environment: this machine has no interface of that "
+            f"name. Unset it, or name one of {', '.join(sorted(known))}."
+        )
+    return name
 
 
 def interface_of(address: str) -> str:
@@ -98,7 +110,10 @@ def resolve_name(host: str) -> str:
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
-        raise UsageError(f"{host!r} is not the name or address of a machine: {error}.") from error
+        raise UsageError(
+            f"{host!r} is not the name or address of a machine: {error}. --listen ADDRESS says at "
+            "which address of this one the others reach it."
+        ) from error
 
 
 def address_towards(address: str, port: int) -> str:

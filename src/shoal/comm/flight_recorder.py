@@ -99,12 +99,31 @@ class CollectiveRecord(msgspec.Struct, gc=False):
         )
 
 
+class BlockedTime:
+    """`with` it, the training thread waits for others; `seconds` of all so far. May be nested."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth, self._began = 0.0, 0, 0.0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._began = perf_counter()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.seconds += perf_counter() - self._began
+
+
 class FlightRecorder:
     """Of one process. The thread that communicates calls `begin`; another reads `standing`."""
 
     def __init__(self) -> None:
         self.step = 0  # under way, counted from 1
         self.what = ""  # that the collectives begun now are for: a bucket
+        self.blocked = BlockedTime()
+        self.waited = BlockedTime()  # of it, for another stage of the pipeline
         self._ring: deque[CollectiveRecord] = deque(maxlen=MOST_RECORDS)
         self._reached: dict[str, int] = {}  # by group
 

@@ -28,7 +28,13 @@ import psutil
 import torch.distributed as dist
 import zmq
 
-from shoal.comm.endpoint import Endpoint, address_towards, interface_of
+from shoal.comm.endpoint import (
+    GLOO_INTERFACE,
+    Endpoint,
+    address_towards,
+    interface_of,
+    named_interface,
+)
 from shoal.comm.rendezvous import join_store, serve_store
 from shoal.comm.run_store import StoreClient, StoreServer
 from shoal.comm.unix import refuse_open, release
@@ -36,7 +42,6 @@ from shoal.errors import FormError, UsageError
 from shoal.storage.files import write_atomic
 from shoal.world import World
 
-_GLOO = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.02
 _PREFIX = "shoal-ranks-"  # of directories among temporary files
 # What names a job of a launcher. MPICH names none.
@@ -96,7 +101,7 @@ def meeting_place(
 def launcher_store(world: World, place: MeetingPlace, timeout_s: float) -> Iterator[dist.Store]:
     """The store of this job's ranks, which rank 0 holds unless torchrun's agent does. Every rank
     must come, and rank 0 leave last."""
-    os.environ.setdefault(_GLOO, _interface(place))
+    os.environ[GLOO_INTERFACE] = named_interface() or _interface(place)
     if place.host:
         yield _tcp_store(world, place, timeout_s)
         return

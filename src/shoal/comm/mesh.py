@@ -187,10 +187,12 @@ class Seat(Protocol):
     """A rank's place in the mesh. Called by the trainer, from its thread only.
 
     `form` first; `reform` after each `GroupLost`; `finish` when the last step is committed. `step`
-    is the step that a report of a failure names.
+    is the step that a report of a failure names. `saves`: this rank was asked to meet the others
+    after a step, for all to save it.
     """
 
     step: int
+    saves: bool
 
     def form(self, axes: Axes, check: Check = accept) -> Mesh:
         """The first mesh. `check` is called in each new group, before it is cut along axes."""
@@ -245,7 +247,7 @@ class LauncherSeat:
         self, world: World, store: "dist.Store | None" = None, form_timeout_s: float | None = None
     ):
         """`store` is where ranks meet, if it is open already."""
-        self.world, self.step = world, 0
+        self.world, self.step, self.saves = world, 0, False
         named = os.environ.get("SHOAL_FORM_TIMEOUT_S", FORM_TIMEOUT_S)
         self._form_timeout_s = float(named) if form_timeout_s is None else form_timeout_s
         self._store = store
@@ -310,7 +312,7 @@ class LauncherSeat:
             signal.signal(*self._handlers.popitem())
         if self._groups:
             leave_group()
-            # Whoever still has the trainer has the mesh: Gloo's threads must not outlive it, since
+            # What still has the trainer has the mesh: Gloo's threads must not outlive it, since
             # a process that exits while they run may abort.
             while self._groups:
                 self._groups.pop().handle = None

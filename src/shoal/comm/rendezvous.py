@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from shoal.comm.collectives import COLLECTIVE_TIMEOUT
 from shoal.comm.flight_recorder import RECORDER
-from shoal.errors import FormError, GroupLost
+from shoal.errors import FormError, GroupLost, UsageError
 from shoal.logs import warn_once
 from shoal.system.memory import disable_flight_recorder
 from shoal.world import World
@@ -33,7 +33,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0) -> tuple[dist.TCPStore, 
     try:
         bound, own = _bound(host, port)
     except OSError as error:
-        raise FormError(
+        raise UsageError(
             f"Rank 0 cannot listen at {host}:{port}: {error.strerror}. Set MASTER_ADDR to an "
             "address of its machine, and MASTER_PORT to a port that is free there."
         ) from error

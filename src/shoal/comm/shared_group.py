@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.flight_recorder import RECORDER
 from shoal.comm.hierarchical import (
     NUM_LANES,
     GlooBox,
@@ -42,6 +43,7 @@ from shoal.comm.hierarchical import (
 )
 from shoal.comm.shared_memory import NotShared, SegmentHandle, SharedSegment
 from shoal.comm.shared_rounds import (
+    LEFT,
     SUM,
     Mailbox,
     Operator,
@@ -95,7 +97,8 @@ class SharedWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises RuntimeError, as transports of torch do, if it failed or takes longer."""
         if not self.is_completed():
-            _drive(self, timeout.total_seconds())
+            with RECORDER.blocked:
+                _drive(self, timeout.total_seconds())
         if self._failure:
             raise RuntimeError(self._failure)
         return True
@@ -137,8 +140,11 @@ class SharedGroup(dist.ProcessGroup):
         gone = {rank: pid for rank, pid in self._rounds.pids().items() if is_gone(pid)}
         with _LOCK:
             self.progress()  # they may have done their part before they went
+        other = self._other_end(work)
         for rank, pid in gone.items() if not work.is_completed() else ():
-            how = "has left it" if pid < 0 else f"(process {pid}) is gone"
+            if pid == LEFT and other not in (None, rank):
+                continue  # a third rank that is done: two that send to one another do without it
+            how = "has left it" if pid == LEFT else f"(process {pid}) is gone"
             work.fail(f"rank {rank} of the group {how}")
 
     @property
@@ -152,12 +158,18 @@ class SharedGroup(dist.ProcessGroup):
 
     def who_is_late(self, work: SharedWork | None = None) -> str:
         """Whom a message waits for; else whom the oldest collective does."""
-        for ends, (_, queue) in self._boxes.items():
-            if work in queue:
-                return f"rank {sum(ends) - self._rounds.rank} of the group"
+        if (other := self._other_end(work)) is not None:
+            return f"rank {other} of the group"
         lane = max((k for k, queue in enumerate(self._lanes) if queue), default=0)
         late = self._rounds.late(lane)
         return f"rank {', '.join(map(str, late))} of the group" if late else "another rank"
+
+    def _other_end(self, work: SharedWork | None) -> int | None:
+        """Whom a message goes to or comes from; None for a collective."""
+        for ends, (_, queue) in self._boxes.items():
+            if work in queue:
+                return sum(ends) - self._rounds.rank
+        return None
 
     def _queues(self) -> list[deque[SharedWork]]:
         return [*self._lanes, *(queue for _, queue in self._boxes.values())]
@@ -433,7 +445,7 @@ def _told(store: dist.Store, what: str, rank: int, num_ranks: int, own: str) -> 
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, though nobody may have waited for it yet."""
+    """Whether a process has ended, though it may not have been waited for yet."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rsplit(b")", 1)[1].split()[0] in (b"Z", b"X")

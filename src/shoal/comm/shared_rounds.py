@@ -26,8 +26,9 @@ from torch import Tensor
 
 from shoal.comm.shared_memory import SegmentHandle, SharedSegment
 
-SLOT_BYTES = 256 << 10
+SLOT_BYTES = 512 << 10
 RING = 4  # slots of each rank
+LEAST_PART = 256 << 10  # of what is put into one slot, if that leaves none of them empty
 MOST_CONTENT = SLOT_BYTES - 8  # bytes of a rank in `gather_bytes`
 MOST_LETTERS = 12  # that one rank may have on their way to another
 MAIL_BYTES = 32 << 20  # that these may take together, unless two take more
@@ -42,9 +43,18 @@ _VERSION, _LETTER_BYTES = 2, 3  # and, beside the first two, of a mailbox's
 # An operation: it yields None where it would have to wait, or the lane that it goes on in.
 Steps = Generator[int | None, None, None]
 Operator = tuple[Callable[..., Tensor], int]  # and what a mean is divided by, or 0
-_Part = Tensor | Sequence[Tensor] | None  # of one rank in a round; several stand in columns
 SUM: Operator = (torch.add, 0)
 MAX: Operator = (torch.maximum, 0)
+
+
+class _Columns(NamedTuple):
+    """What one rank has for each rank in a round, side by side in its slot."""
+
+    width: int  # in elements
+    values: list[Tensor]
+
+
+_Part = Tensor | _Columns | None  # of one rank in a round
 
 
 def segment_bytes(num_ranks: int) -> int:
@@ -105,8 +115,10 @@ class SharedRounds:
             parts = _parts(flat)
 
             def add(number: int) -> None:
-                rows = [self._slot(r, parts[number]) for r in range(self.num_ranks)]
-                reduce_rows(parts[number], rows, operator)
+                own = parts[number]  # is there still, and in the cache
+                rows = [self._slot(r, own) for r in range(self.num_ranks)]
+                rows[self.rank] = own
+                reduce_rows(own, rows, operator)
 
             yield from self._rounds(parts, add)
         put_back(tensor, flat, is_copy)
@@ -114,16 +126,20 @@ class SharedRounds:
     def reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], operator: Operator) -> Steps:
         """`rows` are by rank, flat, maybe of unlike lengths: a slot has a column for each."""
         flat, is_copy = flat_of(output)
-        width = SLOT_BYTES // self.num_ranks // flat.element_size()
-        num_rounds = max(1, -(-max(map(len, rows)) // width))
-        sums = [flat[k * width : (k + 1) * width] for k in range(num_rounds)]
+        longest, size = max(map(len, rows)), flat.element_size()
+        width = _part_bytes(longest * self.num_ranks * size) // self.num_ranks // size
+        num_rounds = max(1, -(-longest // width))
+        cuts = [slice(k * width, (k + 1) * width) for k in range(num_rounds)]
+        own, sent = rows[self.rank], list(rows)
+        sent[self.rank] = own[:0]  # which nobody else reads
 
         def add(number: int) -> None:
-            of_ranks = range(self.num_ranks)
-            slots = [self._column(r, self.rank, width, sums[number]) for r in of_ranks]
-            reduce_rows(sums[number], slots, operator)
+            values = own[cuts[number]]
+            terms = [self._column(r, self.rank, width, values) for r in range(self.num_ranks)]
+            terms[self.rank] = values
+            reduce_rows(flat[cuts[number]], terms, operator)
 
-        parts = [[row[k * width : (k + 1) * width] for row in rows] for k in range(num_rounds)]
+        parts = [_Columns(width, [row[cut] for row in sent]) for cut in cuts]
         yield from self._rounds(parts, add)
         put_back(output, flat, is_copy)
 
@@ -161,7 +177,8 @@ class SharedRounds:
         sent = [flat_of(tensor)[0] for tensor in inputs]
         longest = torch.tensor([max(map(len, [*(flat for flat, _ in flats), *sent]))])
         yield from self.all_reduce(longest, MAX)
-        width = SLOT_BYTES // self.num_ranks // sent[0].element_size()
+        size = sent[0].element_size()
+        width = _part_bytes(int(longest) * self.num_ranks * size) // self.num_ranks // size
         starts = range(0, int(longest), width)
 
         def take(number: int) -> None:
@@ -169,7 +186,8 @@ class SharedRounds:
                 part = flat[starts[number] : starts[number] + width]
                 part.copy_(self._column(rank, self.rank, width, part))
 
-        yield from self._rounds([[row[k : k + width] for row in sent] for k in starts], take)
+        parts = [_Columns(width, [row[k : k + width] for row in sent]) for k in starts]
+        yield from self._rounds(parts, take)
         for output, (flat, is_copy) in zip(outputs, flats, strict=True):
             put_back(output, flat, is_copy)
 
@@ -219,9 +237,8 @@ class SharedRounds:
         if isinstance(part, Tensor):
             slot[: part.nbytes].view(part.dtype).copy_(part)
         elif part is not None:
-            width = SLOT_BYTES // self.num_ranks // part[0].element_size()
-            for column, values in enumerate(part):
-                start = column * width * values.element_size()
+            for column, values in enumerate(part.values):
+                start = column * part.width * values.element_size()
                 slot[start : start + values.nbytes].view(values.dtype).copy_(values)
         self._end_put()
 
@@ -354,9 +371,18 @@ def put_back(tensor: Tensor, flat: Tensor, is_copy: bool) -> None:
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def _parts(flat: Tensor, width: int = 0) -> list[Tensor]:
-    """As large as a slot, unless they have a width; one at least."""
-    return list(flat.split(width or SLOT_BYTES // flat.element_size()))
+def _parts(flat: Tensor) -> list[Tensor]:
+    """What goes into a slot each; one at least."""
+    return list(flat.split(_part_bytes(flat.nbytes) // flat.element_size()))
+
+
+def _part_bytes(num_bytes: int) -> int:
+    """How much of a message is put into one slot: less than it holds, if the message is so short
+    that else a rank could not read while another writes. Pure."""
+    size = SLOT_BYTES
+    while size > LEAST_PART and size * RING > num_bytes:
+        size //= 2
+    return size
 
 
 def shares_of(part: Tensor, num_ranks: int) -> list[Tensor]:

@@ -1,11 +1,11 @@
 """How ranks of one host update memory that all of them read, so that a death tears nothing.
 
 Each rank has a row of words in the memory, which it alone writes. Before an update every rank says
-that it KNOWS what is to be done; nobody begins before all do. So whoever dies before that has
-changed nothing, and the update of one who dies after it can be finished by any other: before a
-chunk is changed it is LOGGED, and MARKED when it is changed. Whoever finds a rank gone that knew
-puts the chunk back that it was at, and does the rest in its stead; the kernel gives up the lock of
-one who dies at that. A rank that leaves the group says so in its row.
+that it KNOWS what is to be done; no rank begins before all do. So a rank that dies before that has
+changed nothing, and the update of one that dies after it can be finished by any other: before a
+chunk is changed it is LOGGED, and MARKED when it is changed. A rank that finds another gone that
+knew puts the chunk back that it was at, and does the rest in its stead; the kernel gives up the
+lock of one that dies at that. A rank that leaves the group says so in its row.
 
 Only for CPUs that keep the order of stores (x86), as `shared_rounds.py`. Read next:
 `sync/host_state.py`, for what is updated.
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from shoal.comm.flight_recorder import RECORDER
 from shoal.comm.shared_group import LONGEST_PAUSE_S, LOOK_S, SPINS, is_gone
 from shoal.comm.shared_memory import SharedSegment
 from shoal.errors import GroupLost, ShoalError
@@ -80,16 +81,18 @@ class UndoLog:
         """Change this rank's chunks, and wait until all are changed.
 
         GroupLost, and nothing changed, if a rank is gone before all knew of the update. From there
-        on it is finished, whoever dies. Every rank must call it.
+        on it is finished, whichever rank dies. Every rank must call it.
         """
         self.number += 1
         self._tell(_KNOWS, self.number)
         faultpoint("update.known", self.number - 1)
-        self._wait(_KNOWS, self._refuse_gone)
+        with RECORDER.blocked:
+            self._wait(_KNOWS, self._refuse_gone)
         chunks.begin()
         self._finish(chunks, self.rank, 0)
         faultpoint("update.done", self.number - 1)
-        self._wait(_DONE, lambda rank: self._stand_in(chunks, rank))
+        with RECORDER.blocked:
+            self._wait(_DONE, lambda rank: self._stand_in(chunks, rank))
 
     def _finish(self, chunks: Chunks, rank: int, first: int) -> None:
         for number in range(first, chunks.count(rank)):

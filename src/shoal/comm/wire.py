@@ -319,7 +319,7 @@ def _bind_here(socket: Socket, directory: str) -> str:
 
 class ClientSocket(zmq.Socket[bytes]):
     """ZeroMQ connects again by itself, but not where a message came in that was damaged on its way:
-    it gives that connection up, and nothing can be sent any more. Then this one connects anew."""
+    it gives that connection up, and nothing can be sent any more. Then this one connects again."""
 
     def send(self, *given: Any, **named: Any) -> Any:
         events: Any = self.getsockopt(zmq.EVENTS)

@@ -38,8 +38,13 @@ def pass_memory(
 ) -> PassMemory:
     """What the events of a stage, or of the whole model, hold of one piece."""
     profile = model.profile
-    _, factor = profile.precisions.get(plan.precision.split(":")[0], (1.0, 1.0))
-    own = [max(0.0, times[i].kept_bytes.at(samples)) * factor for i in events]
+    precision = profile.precision_of(plan.precision)
+    factor = precision.kept
+    own = [
+        max(0.0, times[i].kept_bytes.at(samples)) * factor
+        + precision.copies * sum(model.num_elements[n] for n in profile.blocks[i].parameters)
+        for i in events
+    ]
     inside = model.blocks_again(plan)
     moments: list[Moment] = []
     kept = within = 0.0

@@ -13,6 +13,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +50,7 @@ class HostGroup(msgspec.Struct, frozen=True):
     memory_bytes: int  # of one host; of all its GPUs together, if those are the devices
     flops: float  # a second, fp32, of one device
     device: Literal["core", "gpu"] = "core"
+    half_flops: float = 0.0  # a second, in bf16 and fp16; 0 if that is not known
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -156,6 +158,7 @@ def _host_group(entries: "_Entries") -> HostGroup:
         memory_bytes=entries.take("memory", _memory),
         flops=entries.take("speed", _flops),
         device=entries.take("device", _device, "core"),
+        half_flops=entries.take("half_speed", _flops, 0.0),
     )
     entries.refuse_others()
     return group
@@ -175,7 +178,11 @@ class _Entries:
         self._known.append(key)
         if key not in self._entries:
             if default is _MISSING:
-                raise UsageError(f"{self._where} has no {self._prefix}{key}, which it needs.")
+                near = get_close_matches(key, self._entries, 1)
+                meant = f" It has {self._prefix}{near[0]}: is that meant?" if near else ""
+                raise UsageError(
+                    f"{self._where} has no {self._prefix}{key}, which it needs.{meant}"
+                )
             return default
         try:
             return read(self._entries[key])
@@ -315,4 +322,6 @@ def format_cluster(cluster: Cluster) -> str:
         lines += [f'memory = "{group.memory_bytes / 1e6:.0f}MB"']
         lines += [f'speed = "{group.flops / 1e9:.5g} Gflop/s"']
         lines += ['device = "gpu"'] * (group.device == "gpu")
+        if group.half_flops:
+            lines += [f'half_speed = "{group.half_flops / 1e9:.5g} Gflop/s"']
     return "\n".join(lines) + "\n"

@@ -37,21 +37,30 @@ class LiveBytes(TorchDispatchMode):
     """The bytes of tensors that were made inside and are not freed. `peak` is the most since
     `reset_peak`; `reads_values`: whether code looked at values, and so may go other ways."""
 
-    def __init__(self, known: Iterable[Tensor] = ()):
-        """`known` tensors, and views of them, are not counted."""
+    def __init__(self, known: Iterable[Tensor] = (), data: Iterable[Tensor] = ()):
+        """`known` tensors, and views of them, are not counted. What is made of `data`, or drawn,
+        has values that another batch has not; others, such as positions, may be looked at."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.reads_values = False
         self._storages = {_key(tensor) for tensor in known if _has_storage(tensor)}
+        self._of_data = {_key(tensor) for tensor in data if _has_storage(tensor)}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **kwargs or {})
-        self.reads_values = self.reads_values or func.overloadpacket in _READ
+        is_of_data = torch.Tag.nondeterministic_seeded in func.tags or any(
+            _key(leaf) in self._of_data
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and _has_storage(leaf)
+        )
+        self.reads_values |= is_of_data and func.overloadpacket in _READ
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _has_storage(leaf):
                 self._add(leaf)
+                if is_of_data:
+                    self._of_data.add(_key(leaf))
         return result
 
     def reset_peak(self) -> int:
@@ -72,6 +81,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _freed(self, key: int, num_bytes: int) -> None:
         self._storages.discard(key)
+        self._of_data.discard(key)
         self.live -= num_bytes
 
 

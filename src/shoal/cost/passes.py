@@ -22,6 +22,7 @@ from shoal.cost.profile import (
     BlockProfile,
     BlockTimes,
     Linear,
+    PrecisionProfile,
 )
 from shoal.cost.subject import LONGEST_PASS_S, SHARE_OF_MEMORY, Subject, first_piece
 from shoal.data.batches import Piece
@@ -99,6 +100,7 @@ class WatchedPasses:
         """`whole` is what was found of the model before it was cut."""
         self.subject, self.blocks, self.speed, self.whole = subject, blocks, speed, whole
         self.is_unlike = False
+        self.sizes: tuple[int, ...] = ()  # that were run
 
     def times(self) -> list[BlockTimes]:
         return times_of(self.amounts(), len(self.blocks))
@@ -115,6 +117,7 @@ class WatchedPasses:
                 if took > LONGEST_PASS_S or growth * sum(before.kept) > free:
                     break
             found[size] = self._at(pieces)
+        self.sizes = tuple(found)
         return found
 
     def _at(self, pieces: Sequence[Piece]) -> PassAmounts:
@@ -155,10 +158,13 @@ class WatchedPasses:
         """One pass under a tracker of live bytes, which is slower than others."""
         subject, group = self.subject, self.subject.group
         tensors = [*subject.model.parameters(), *subject.model.buffers()]
-        given = tree_leaves((piece.inputs, piece.target))
-        known = [*tensors, *(leaf for leaf in given if isinstance(leaf, Tensor))]
+        leaves = tree_leaves((piece.inputs, piece.target))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         subject.forget()
-        with FlopCounterMode(display=False) as counter, LiveBytes(known) as live:
+        with (
+            FlopCounterMode(display=False) as counter,
+            LiveBytes([*tensors, *given], given) as live,
+        ):
             counters = PassCounters(live, counter.get_total_flops)
             if group is not None:
                 counters = counters._replace(messages=lambda: (group.count, group.bytes_sent))
@@ -182,34 +188,47 @@ class WatchedPasses:
             BlockTimes(line, Linear(2 * line.fixed, 2 * line.per_sample), kept, kept, kept, kept)
         ]
 
-    def precisions(self) -> dict[str, tuple[float, float]]:
-        """What bf16 and fp16 change: the factors of a pass's seconds and of its kept bytes."""
-        subject, piece = self.subject, first_piece(self.subject)
-        found: dict[str, tuple[float, float]] = {}
-        took: dict[str, tuple[float, float]] = {}
+    def precisions(self) -> dict[str, PrecisionProfile]:
+        """What bf16 and fp16 change. Bytes at two sizes tell activations from copies of parameters,
+        which do not grow with samples."""
+        sizes = {n: self.subject.examples[n][0] for n in self.sizes}
+        seconds: dict[str, float] = {}
+        kept: dict[str, Linear] = {}
         for precision in ("fp32", "bf16", "fp16"):
             try:
-                took[precision] = self._pass_in(precision, piece)
+                seconds[precision] = self._seconds_in(precision)
+                lines = {n: self._kept_in(precision, piece) for n, piece in sizes.items()}
+                kept[precision] = line_through(lines)
             except (RuntimeError, ShoalError) as error:
                 log.debug("precision=%s cannot be profiled here: %s", precision, error)
-        for precision, (seconds, kept) in took.items():
-            by_time = seconds / took["fp32"][0] if subject.mode is None else 0.5
-            found[precision] = by_time, kept / (took["fp32"][1] or 1)
+        count = sum(p.numel() for p in self.subject.model.parameters())
+        found, plain = {}, kept["fp32"]
+        for precision, line in kept.items():
+            factor = line.per_sample / plain.per_sample if plain.per_sample else 1.0
+            copies = max(0.0, line.fixed - factor * plain.fixed) / max(1, count)
+            by_time = seconds[precision] / seconds["fp32"] if self.subject.mode is None else 1.0
+            found[precision] = PrecisionProfile(by_time, factor, copies)
         return found
 
-    def _pass_in(self, precision: str, piece: Piece) -> tuple[float, float]:
+    def _seconds_in(self, precision: str) -> float:
         subject, laps = self.subject, []
-        for _ in range(3 if subject.mode is None else 1):
+        if subject.mode is not None:
+            return 0.0
+        for _ in range(3):
             subject.forget()
             started = thread_time()
-            subject.loss(piece, precision).backward()
+            subject.loss(first_piece(subject), precision).backward()
             laps.append(thread_time() - started)
         subject.forget()
+        return statistics.median(laps)
+
+    def _kept_in(self, precision: str, piece: Piece) -> float:
+        subject = self.subject
         with LiveBytes([*subject.model.parameters(), *subject.model.buffers()]) as live:
             loss = subject.loss(piece, precision)
             kept = live.live
         del loss
-        return statistics.median(laps), float(kept)
+        return float(kept)
 
     def update_seconds(self) -> tuple[float, float]:
         """Of the optimizer's step: for each tensor, and for each element. A step on a few elements

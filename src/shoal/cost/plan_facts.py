@@ -260,7 +260,7 @@ def _event(block: BlockProfile, samples: int, profile: Profile) -> Event:
         changes=block.changes,
         uses=frozenset(block.uses) & profile.values.keys(),
         result=tuple(ValueLeaf(number) for number in block.makes if number in profile.values),
-        spec=None,  # type: ignore[arg-type]  # of results that nobody makes
+        spec=None,  # type: ignore[arg-type]  # of results that are not made
         only=None,
         passes=False,
         adopts=(),

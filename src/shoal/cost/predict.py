@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from msgspec import structs
+
 from shoal.cost.activations import PassMemory, pass_memory, peak_in_flight
 from shoal.cost.cluster import Cluster, HostGroup
 from shoal.cost.plan_facts import ModelFacts, facts_of
@@ -106,8 +108,8 @@ class _Step:
     def __init__(self, model: ModelFacts, plan: Plan, cluster: Cluster):
         self.model, self.profile, self.plan, self.cluster = model, model.profile, plan, cluster
         self.facts = model.facts(plan)
-        self.places = RankPlaces(plan, cluster, self.profile.flops_per_s)
-        if self.facts.shares and not self.places.group("data").is_inside:
+        self.places = RankPlaces(plan, cluster, self.profile.flops_per_s, self.profile.crowding)
+        if self.facts.shares and not self.places.may_share:
             self.facts = replace(self.facts, shares=False)
         self.layouts = [
             RankLayout(self.facts, p * plan.num_replicas * plan.tensor)
@@ -154,6 +156,24 @@ class _Step:
 
     @cached_property
     def stages(self) -> tuple[StageTimes, ...]:
+        """While a rank of a pipeline waits, it leaves others more of the host."""
+        made, plan, crowd = self._stages_if_busy(), self.plan, self.places.crowd
+        if plan.pipeline == 1 or crowd == 1:
+            return made
+        span, busy = round_seconds(plan, made)[0], busy_by_rank(plan, made)
+        beside = (sum(busy) - span) / (sum(busy) - sum(busy) / plan.pipeline)
+        factor = (1 + (crowd - 1) * min(1.0, max(0.0, beside))) / crowd
+        return tuple(
+            structs.replace(
+                stage,
+                forward_s=stage.forward_s * factor,
+                backward_s=stage.backward_s * factor,
+                weight_s=stage.weight_s * factor,
+            )
+            for stage in made
+        )
+
+    def _stages_if_busy(self) -> tuple[StageTimes, ...]:
         found = self.facts.survey.stages
         if found is None:
             return (self._stage(0, 0, range(len(self.profile.blocks)), 0, 0, False),)
@@ -171,8 +191,7 @@ class _Step:
         self, index: int, rank: int, events: range, sent: int, back: int, splits: bool
     ) -> StageTimes:
         plan, profile, n = self.plan, self.profile, self.samples
-        factor, _ = profile.precisions.get(plan.precision.split(":")[0], (1.0, 1.0))
-        scale = self.places.rank_scale(rank) * factor
+        scale = self.places.rank_scale(rank, profile.precision_of(plan.precision).seconds)
         forward = [self.block_times[i].forward_s.at(n) * scale for i in events]
         backward = sum(self.block_times[i].backward_s.at(n) for i in events) * scale
         again = self.model.blocks_again(plan)

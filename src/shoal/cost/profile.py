@@ -14,6 +14,8 @@ import math
 
 import msgspec
 
+VERSION = 3  # of the form of a profile, and of how it is measured
+
 
 class Linear(msgspec.Struct, frozen=True, array_like=True):
     """An amount that grows with the samples of a piece."""
@@ -56,6 +58,16 @@ class BlockTimes(msgspec.Struct, frozen=True, array_like=True):
     kept_bytes: Linear
     forward_peak_bytes: Linear
     backward_peak_bytes: Linear
+
+
+class PrecisionProfile(msgspec.Struct, frozen=True, array_like=True):
+    """What another precision changes of a pass: the factor of its seconds on a core, the factor of
+    the bytes that stay until backward, and the bytes besides for each element of a parameter, whose
+    copies in that precision stay too."""
+
+    seconds: float = 1.0
+    kept: float = 1.0
+    copies: float = 0.0
 
 
 class ValueProfile(msgspec.Struct, frozen=True):
@@ -117,6 +129,24 @@ class ProcessBytes(msgspec.Struct, frozen=True):
         return self.with_ranks // (num_forked + 1) + self.with_command // (num_forked + 2)
 
 
+class Crowding(msgspec.Struct, frozen=True, array_like=True):
+    """How many times as long a step takes where so many processes compute at once on cores: they
+    share caches, memory, and perhaps the units of a core."""
+
+    num_processes: int = 1
+    times: float = 1.0
+
+    def at(self, num_busy: float) -> float:
+        """Among so many; more than were tried are as crowded as those."""
+        if self.num_processes == 1:
+            return 1.0
+        share = (num_busy - 1) / (self.num_processes - 1)
+        return 1 + (self.times - 1) * min(1.0, share)
+
+
+ALONE = Crowding()
+
+
 class Profile(msgspec.Struct, frozen=True):
     """All that `predict` has to know about a run."""
 
@@ -137,7 +167,7 @@ class Profile(msgspec.Struct, frozen=True):
     averaged_buffers: int
     tables: dict[str, TableProfile]
     phases: tuple[str, ...]  # of a step of the recipe's own
-    precisions: dict[str, tuple[float, float]]  # factors of seconds and of kept bytes
+    precisions: dict[str, PrecisionProfile]
     is_element_wise: bool
     clips: bool
     update_s: tuple[float, float]  # of the optimizer: for each tensor, for each element
@@ -150,6 +180,11 @@ class Profile(msgspec.Struct, frozen=True):
     process: ProcessBytes = ProcessBytes()  # measured where the model was
     pipeline_refusal: str = ""  # why the model cannot be cut into stages
     shares: bool = False  # ranks of one host may hold parameters and state together
+    crowding: Crowding = ALONE
+
+    def precision_of(self, plan_precision: str) -> PrecisionProfile:
+        """Of a plan that may change its precision: the first."""
+        return self.precisions.get(plan_precision.split(":")[0], PrecisionProfile())
 
     @property
     def parameter_bytes(self) -> int:

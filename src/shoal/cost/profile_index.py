@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shoal.cost.profile import Profile
+from shoal.cost.profile import VERSION, Profile
 from shoal.storage.files import write_atomic
 from shoal.storage.run_dir import cache_directory
 from shoal.training.options import Recipe
@@ -55,7 +55,7 @@ def _place_of(recipe: Recipe) -> Path | None:
         return None
     settings = sorted(item for item in recipe.settings.items() if item[0] not in _NO_MATTER)
     seen = hashlib.sha256(content)
-    seen.update(repr((str(Path(str(origin)).resolve()), function, settings)).encode())
+    seen.update(repr((VERSION, str(Path(str(origin)).resolve()), function, settings)).encode())
     return cache_directory() / "profiles" / "recipes" / f"{seen.hexdigest()[:32]}.json"
 
 

@@ -31,8 +31,10 @@ from shoal.cost.lookups import count_lookups
 from shoal.cost.model_facts import buffers_of, changed_buffers, optimizer_state_of
 from shoal.cost.passes import WatchedPasses, line_through, lines_of, times_of
 from shoal.cost.profile import (
+    VERSION,
     BlockProfile,
     BlockTimes,
+    Crowding,
     Linear,
     ParameterProfile,
     Profile,
@@ -43,7 +45,7 @@ from shoal.cost.profile import (
 from shoal.cost.subject import MOST_PIECES, Subject, first_piece, make_subject, seeds_of
 from shoal.cost.tensor import CountingGroup
 from shoal.cost.this_machine import measure_flops
-from shoal.cost.trial import process_bytes, try_steps
+from shoal.cost.trial import crowding, process_bytes, try_steps
 from shoal.data.batches import Piece
 from shoal.errors import PlanError
 from shoal.events.meters import own_and_shared_bytes
@@ -64,7 +66,6 @@ from shoal.sync.host_state import why_apart
 from shoal.training.build import refuse_unfit
 from shoal.training.run import Run, call_model, make_batches
 
-VERSION = 2  # of the profile's form and of how it is measured
 DEGREES = (2, 4, 8)  # of the tensor axis
 MOST_STAGES = 64  # that the forward is opened for
 _PROBED = {  # words of plans, with a plan that has them and nothing else
@@ -140,7 +141,12 @@ def _profile(run: Run, subject: Subject) -> Profile:
     if 1 in trials:
         overhead_s = max(0.0, trials[1].step_s - _seconds_of_parts(found))
     process = process_bytes(run, found, trials, shared_here)
-    return msgspec.structs.replace(found, overhead_s=overhead_s, process=process)
+    return msgspec.structs.replace(
+        found,
+        overhead_s=overhead_s,
+        process=process,
+        crowding=crowding(run, trials[1]) if 1 in trials else Crowding(),
+    )
 
 
 def _seconds_of_parts(profile: Profile) -> float:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from shoal.cluster.placement import place
 from shoal.comm.mesh import ranks_by_replica
 from shoal.cost.cluster import Cluster
+from shoal.cost.profile import ALONE, Crowding
 from shoal.data.balance import can_balance
 from shoal.plans.plan import Plan
 from shoal.sync.costs import Message
@@ -41,9 +42,16 @@ class RankGroup(NamedTuple):
 class RankPlaces:
     """The ranks of one plan on one cluster."""
 
-    def __init__(self, plan: Plan, cluster: Cluster, flops_per_s: float):
-        """`flops_per_s` is the speed of the device that seconds were measured on."""
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: Cluster,
+        flops_per_s: float,
+        crowding: Crowding = ALONE,
+    ):
+        """`flops_per_s` is the speed of the device that seconds were measured on, alone."""
         self.plan, self.cluster, self._flops_per_s = plan, cluster, flops_per_s
+        self._crowding = crowding
         self.hosts = _hosts_of(plan, cluster)
 
     @cached_property
@@ -53,14 +61,27 @@ class RankPlaces:
     def group(self, axis: str, rank: int = 0) -> RankGroup:
         return group_of(self.plan, self.hosts, axis, rank)
 
-    def scale(self, ranks: Sequence[int]) -> float:
+    def scale(self, ranks: Sequence[int], factor: float | None = None) -> float:
         """By how much events take longer than in the profile: on the slowest of these ranks, or,
-        where work moves to fast ones, as all of them together."""
-        speeds = [self.cluster.group_of(self.hosts[rank]).flops for rank in ranks]
+        where work moves to fast ones, as all of them together. `factor` is by how much the plan's
+        precision lengthens them on a core; None for what is done in fp32."""
+        is_half = factor is not None and self.plan.precision.startswith(("bf16", "fp16"))
+        speeds = [
+            group.half_flops if is_half and group.half_flops else group.flops / (factor or 1.0)
+            for group in (self.cluster.group_of(self.hosts[rank]) for rank in ranks)
+        ]
         num_rounds = self.plan.num_pieces // self.plan.num_microbatches
         moves = can_balance(self.plan) and num_rounds > self.plan.num_replicas
         speed = sum(speeds) / len(speeds) if moves else min(speeds)
-        return self._flops_per_s / speed
+        return self._flops_per_s / speed * self.crowd
+
+    @cached_property
+    def crowd(self) -> float:
+        """By how much a rank is slower as others compute on the cores beside it."""
+        if self._is_gpu:
+            return 1.0
+        busy = (min(n, self.cluster.group_of(host).devices) for host, n in self.ranks_on.items())
+        return self._crowding.at(max(busy))
 
     @cached_property
     def sharers(self) -> float:
@@ -79,9 +100,14 @@ class RankPlaces:
                 found = min(found, max(0.0, group.devices - count) / count)
         return found
 
-    def rank_scale(self, p: int) -> float:
+    def rank_scale(self, p: int, factor: float | None = None) -> float:
         data, tensor = self.plan.num_replicas, self.plan.tensor
-        return self.scale(range(p * data * tensor, (p + 1) * data * tensor))
+        return self.scale(range(p * data * tensor, (p + 1) * data * tensor), factor)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether ranks may hold parameters and state together: on cores of one host."""
+        return not self._is_gpu and self.group("data").is_inside
 
     def seconds(self, message: Message) -> float:
         """Of the messages of one kind."""

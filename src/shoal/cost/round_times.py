@@ -6,9 +6,10 @@ arrived. Without a pipeline a round is one piece through the whole model.
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from shoal.cost.prediction import StageTimes
-from shoal.parallel.pipeline.schedules import Action, ActionKind, Order, order_work
+from shoal.parallel.pipeline.schedules import Action, ActionKind, Order, in_turn, order_work
 from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plans.plan import Plan
 
@@ -38,35 +39,48 @@ def round_seconds(plan: Plan, stages: Sequence[StageTimes]) -> tuple[float, floa
     if plan.pipeline == 1:
         whole = stages[0].forward_s + stages[0].backward_s
         return whole, whole, stages[0].tensor_s
-    order = order_of(plan)
-    ends = finish_times(order, stages)
-    busy = busy_by_rank(plan, stages)
+    shape = plan.schedule, plan.pipeline, plan.num_stages, plan.num_microbatches
     talk = max(
         sum(plan.num_microbatches * s.tensor_s for s in stages if s.rank == rank)
         for rank in range(plan.pipeline)
     )
-    return max(ends.values()), max(busy), talk
+    return _length(*shape, tuple(stages)), max(busy_by_rank(plan, stages)), talk
 
 
-def finish_times(order: Order, stages: Sequence[StageTimes]) -> dict[Action, float]:
-    """When each action of a round ends, if each rank does its own in order as soon as it can."""
-    ends: dict[Action, float] = {}
-    free, places = [0.0] * len(order), [0] * len(order)
-    left = sum(map(len, order))
-    while left:
-        before = left
-        for rank, actions in enumerate(order):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
-                ready = _ready(action, stages, ends)
-                if ready is None:
-                    break
-                free[rank] = max(free[rank], ready) + action_seconds(action, stages)
-                ends[action] = free[rank]
-                places[rank] += 1
-                left -= 1
-        assert left < before, "the order waits for itself"
-    return ends
+@lru_cache(256)
+def _in_turn(*shape: Any) -> tuple[tuple[int, Action], ...]:
+    return tuple(in_turn(_order(*shape)))
+
+
+@lru_cache(1024)
+def _length(
+    schedule: str,
+    pipeline: int,
+    num_own: int,
+    num_microbatches: int,
+    stages: tuple[StageTimes, ...],
+) -> float:
+    """When the last rank is done, if each does its own in order as soon as it can."""
+    last, free = len(stages) - 1, [0.0] * pipeline
+    takes = {
+        kind: [action_seconds(Action(kind, n, 0), stages) for n in range(last + 1)]
+        for kind in _WORK
+    }
+    made: dict[tuple[bool, int, int], float] = {}  # whether forward, stage, microbatch
+    for rank, (kind, stage, microbatch) in _in_turn(schedule, pipeline, num_own, num_microbatches):
+        ready = 0.0  # what its own rank has made is there: that did it before
+        if kind == ActionKind.FORWARD:
+            if stage:
+                ready = made[True, stage - 1, microbatch] + stages[stage - 1].send_s
+        elif kind != ActionKind.WEIGHT and stage < last:
+            ready = made[False, stage + 1, microbatch] + stages[stage + 1].send_back_s
+        free[rank] = max(free[rank], ready) + takes[kind][stage]
+        if kind != ActionKind.WEIGHT:
+            made[kind == ActionKind.FORWARD, stage, microbatch] = free[rank]
+    return max(free)
+
+
+_WORK = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT, ActionKind.WEIGHT)
 
 
 def action_seconds(action: Action, stages: Sequence[StageTimes]) -> float:
@@ -78,23 +92,3 @@ def action_seconds(action: Action, stages: Sequence[StageTimes]) -> float:
     if action.kind == ActionKind.INPUT:
         return stage.backward_s - stage.weight_s
     return stage.backward_s
-
-
-def _ready(action: Action, stages: Sequence[StageTimes], ends: dict[Action, float]) -> float | None:
-    """When what an action works on is there; None if that is not known yet."""
-    kind, index, microbatch = action
-    if kind == ActionKind.WEIGHT:
-        return ends.get(Action(ActionKind.INPUT, index, microbatch))
-    if kind == ActionKind.FORWARD:
-        if index == 0:
-            return 0.0
-        made = ends.get(Action(kind, index - 1, microbatch))
-        return None if made is None else made + stages[index - 1].send_s
-    own = ends.get(Action(ActionKind.FORWARD, index, microbatch))
-    if own is None or index == len(stages) - 1:
-        return own
-    for back in (ActionKind.BACKWARD, ActionKind.INPUT):
-        made = ends.get(Action(back, index + 1, microbatch))
-        if made is not None:
-            return max(own, made + stages[index + 1].send_back_s)
-    return None

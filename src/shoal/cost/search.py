@@ -47,6 +47,8 @@ RULES = {
     "local-steps": "local_steps is 8 or 64, averaged or with outer=nesterov, which codecs pack "
     "where a replica is one rank; replicas are as many as data, or as hosts with zero from 0 to 3.",
     "codecs": "topk keeps a hundredth, powersgd has rank 4.",
+    "memory": "memory=apart is tried with one piece a rank; it never takes less than shared.",
+    "measured": "bucket, and what auto stands for, are measured in the first steps of a run.",
     "precision": "another precision is tried on plans that no other beats in both time and memory.",
     "against-faults": "copies, combine, damping, rates, deadline and fragments are left out: they "
     "answer faults and stragglers, which a prediction does not know.",
@@ -208,6 +210,8 @@ def axes(ranks: int, host_devices: int) -> Iterator[tuple[int, int, int]]:
 
 def _whole(every: _Search, ranks: int, keys: Keys) -> None:
     """A replica is not cut into stages."""
+    if keys["data"] > 1 and keys["tensor"] == 1:
+        every.attempt(ranks, keys, {"memory": "apart"})
     for accumulate in (1, 2, 4, 8):
         counted = {**keys, "accumulate": accumulate}
         first = every.attempt(ranks, counted)

@@ -31,7 +31,7 @@ _MOST_COMPARED = 1024  # ranks, up to which other settings are simulated, too
 
 
 class SimulationReport(msgspec.Struct, frozen=True):
-    """All that is told of a simulation. `error_share` is that of the predicted step."""
+    """What a simulation reports. `error_share` is that of the predicted step."""
 
     cluster: str
     num_ranks: int

@@ -3,34 +3,40 @@
 A rank is a fork of a process that has loaded the recipe, so this is one: a world of one rank, which
 ends after some steps and leaves nothing. Its own memory, less the tensors that its plan is known to
 hold, is what any rank's process needs; at two sizes of pieces it also shows how much room a byte of
-activations takes in a heap with gaps. Cost: some steps for each size. Read next: `predict.py`.
+activations takes in a heap with gaps. Several at once show how much slower a step is where all
+cores are busy. Cost: some steps for each. Read next: `predict.py`.
 """
 
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from time import monotonic, thread_time
 
 import msgspec
+import psutil
 import torch
 
 from shoal.comm.mesh import LauncherSeat
 from shoal.cost.cluster import Cluster, HostGroup, Link
 from shoal.cost.predict import memory_of_ranks
-from shoal.cost.profile import ProcessBytes, Profile
+from shoal.cost.profile import Crowding, ProcessBytes, Profile
+from shoal.cost.subject import SHARE_OF_MEMORY
 from shoal.events.meters import own_and_shared_bytes
 from shoal.logs import log
 from shoal.plans.plan import Plan
-from shoal.system.processes import result_of_fork
+from shoal.system.processes import die_with_parent, result_of_fork
 from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
-from shoal.world import World
+from shoal.world import World, cores
 
 FEWEST_STEPS, MOST_STEPS = 4, 12
 LONG_ENOUGH_S = 1.0  # for all of them but the fewest
 PATIENCE_S = 120.0
 LEAST_CHANGE = 10_000_000  # bytes of activations between two sizes that show the heap's gaps
 MOST_HEAP = 3.0
+MOST_AT_ONCE = 16  # processes that are tried beside each other
 _ANYWHERE = Cluster("", (HostGroup(1, 1, 1 << 40, 1e9),), Link(0, 1e9), Link(0, 1e9))
 
 
@@ -42,28 +48,60 @@ class Trial(msgspec.Struct, frozen=True):
     shared_bytes: int
 
 
-def try_steps(run: Run, num_pieces: int) -> Trial | None:
-    """Train some steps of one rank, each in so many pieces; None if it cannot be done here."""
+def try_steps(run: Run, num_pieces: int, at_once: int = 1) -> Trial | None:
+    """Train some steps of one rank, each in so many pieces, in `at_once` processes that do the
+    same; None if it cannot be done here."""
     if torch.cuda.is_initialized():
         return None  # does not survive a fork
     bare = replace(
         run, callbacks=(), evaluate=None, evaluate_every=None, save_every=None, loaders=0
     )
-    content = result_of_fork(lambda: msgspec.msgpack.encode(_train(bare, num_pieces)), PATIENCE_S)
+    content = result_of_fork(
+        lambda: msgspec.msgpack.encode(_train_beside(bare, num_pieces, at_once - 1)), PATIENCE_S
+    )
     found = msgspec.msgpack.decode(content, type=Trial | None) if content else None
     if found is None:
         log.info("No steps in %d pieces could be tried in a process of their own.", num_pieces)
     return found
 
 
-def _train(run: Run, num_pieces: int) -> Trial | None:
+def crowding(run: Run, alone: Trial) -> Crowding:
+    """What becomes of a step where each core makes one, as far as there is memory for it."""
+    room = SHARE_OF_MEMORY * psutil.virtual_memory().available
+    count = min(cores(), MOST_AT_ONCE, int(room // max(1, alone.own_bytes)))
+    among = try_steps(run, 1, count) if count > 1 else None
+    if among is None:
+        return Crowding()
+    return Crowding(count, max(1.0, among.step_s / alone.step_s))
+
+
+def _train_beside(run: Run, num_pieces: int, num_others: int) -> Trial | None:
+    """While so many others do the same, which end with it."""
+    others, here = list[int](), os.getpid()
+    try:
+        for _ in range(num_others):
+            if not (pid := os.fork()):
+                try:
+                    die_with_parent(here)
+                    _train(run, num_pieces, PATIENCE_S, 1 << 30)
+                finally:
+                    os._exit(0)
+            others.append(pid)
+        return _train(run, num_pieces, LONG_ENOUGH_S, MOST_STEPS)
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _train(run: Run, num_pieces: int, seconds: float, most_steps: int) -> Trial | None:
     laps: list[float] = []
     plan = trial_plan(run, num_pieces)
-    with Trainer(run, plan, LauncherSeat(World()), num_steps=MOST_STEPS) as trainer:
+    with Trainer(run, plan, LauncherSeat(World()), num_steps=most_steps) as trainer:
         begun, started = monotonic(), thread_time()
         for _ in trainer:
             laps.append(thread_time() - started)
-            if len(laps) >= FEWEST_STEPS and monotonic() - begun > LONG_ENOUGH_S:
+            if len(laps) >= FEWEST_STEPS and monotonic() - begun > seconds:
                 break
             started = thread_time()
         memory = own_and_shared_bytes()

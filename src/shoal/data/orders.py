@@ -11,7 +11,7 @@ window of a few batches is sorted at a time. Next: `permutation.py` for the perm
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import xxhash
@@ -35,34 +35,12 @@ class Order(Protocol):
 
 @runtime_checkable
 class RestrictableOrder(Order, Protocol):
-    """An order that can be restricted to fewer samples."""
-
-    def first(self, num_samples: int) -> Order | None:
-        """That of the first `num_samples`, before more were added; None if it cannot be told."""
-        ...
+    """An order that can be restricted to fewer samples. It may have `first(num_samples)`, where the
+    order before more were added is not that of these among all; None if it is unknown."""
 
     def among(self, kept: Ids) -> Order:
         """That of the samples that are kept, renumbered."""
         ...
-
-
-class Shuffled:
-    """Each sample once a pass, in a new order each time."""
-
-    def __init__(self, num_samples: int):
-        self._num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
-        return permute(positions, self._num_samples, seed, epoch)
-
-    def first(self, num_samples: int) -> "Shuffled":
-        return Shuffled(num_samples)
-
-    def among(self, kept: Ids) -> "Shuffled":
-        return Shuffled(len(kept))
 
 
 class Sequential:
@@ -77,11 +55,15 @@ class Sequential:
     def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
         return positions
 
-    def first(self, num_samples: int) -> "Sequential":
-        return Sequential(num_samples)
+    def among(self, kept: Ids) -> Self:
+        return type(self)(len(kept))
 
-    def among(self, kept: Ids) -> "Sequential":
-        return Sequential(len(kept))
+
+class Shuffled(Sequential):
+    """Each sample once a pass, in a new order each time."""
+
+    def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
+        return permute(positions, self._num_samples, seed, epoch)
 
 
 class BlockShuffled:
@@ -204,9 +186,6 @@ class Bucketed:
             positions, bounds, lambda number, offsets: self._sorted(number, seed, epoch)[offsets]
         )
 
-    def first(self, num_samples: int) -> "Bucketed":
-        return self.among(np.arange(num_samples))
-
     def among(self, kept: Ids) -> "Bucketed":
         window = self._size // self.batch_size
         return Bucketed(self._lengths[kept].tolist(), self.batch_size, window)
@@ -253,7 +232,8 @@ class Mixed:
             part_of, turn_of = (of[place[here]] for of in self._dealt(number, seed))
             for part, of_part in _groups(part_of):
                 turns = number * self.shares[part] + turn_of[of_part]
-                found[here[of_part]] = self._of_part(part, turns, seed)
+                own = ids_by_turns(self.orders[part], turns, _key(seed, part))
+                found[here[of_part]] = own + self._offsets[part]
         return found
 
     def _deal(self, number: int, seed: int) -> tuple[Ids, Ids]:
@@ -264,15 +244,6 @@ class Mixed:
         for _, here in _groups(part_of):
             turn_of[here] = np.arange(len(here))
         return part_of, turn_of
-
-    def _of_part(self, part: int, turns: Ids, seed: int) -> Ids:
-        order = self.orders[part]
-        passes, positions = np.divmod(turns, len(order))
-        found = np.empty_like(turns)
-        for number, here in _groups(passes):
-            found[here] = order.ids(positions[here], _key(seed, part), number)
-        found += self._offsets[part]
-        return found
 
 
 class SubsetOrder:
@@ -291,9 +262,6 @@ class SubsetOrder:
     def ids(self, positions: Ids, seed: int, epoch: int) -> Ids:
         found: Ids = self._chosen[self._order.ids(positions, seed, epoch)]
         return found
-
-    def first(self, num_samples: int) -> "SubsetOrder":
-        return self.among(np.arange(num_samples))
 
     def among(self, kept: Ids) -> "SubsetOrder":
         stay = np.flatnonzero(np.isin(self._chosen, kept))
@@ -318,11 +286,20 @@ class RenumberedOrder:
         return self.order.ids(positions, seed, epoch)
 
     def first(self, num_samples: int) -> "RenumberedOrder | None":
-        order = self.order.first(num_samples) if isinstance(self.order, RestrictableOrder) else None
+        order = _first_of(self.order, num_samples)
         return None if order is None else RenumberedOrder(self.chosen[:num_samples], order)
 
     def among(self, kept: Ids) -> "RenumberedOrder":
         return RenumberedOrder(self.chosen[kept], restrict_order(self.order, kept))
+
+
+def ids_by_turns(order: Order, turns: Ids, seed: int) -> Ids:
+    """The ids at positions that are counted through all passes of an order."""
+    passes, positions = np.divmod(turns, len(order))
+    found = np.empty_like(turns)
+    for number, here in _groups(passes):
+        found[here] = order.ids(positions[here], seed, number)
+    return found
 
 
 def is_shuffle(order: Order) -> bool:
@@ -381,10 +358,14 @@ def order_before(source: Any, num_samples: int) -> Order | None:
     """The order that a source had when it ended after `num_samples`; None if that is unknown."""
     if len(source) == num_samples:
         return order_of(source)
-    order = order_of(source)
-    if not isinstance(order, RestrictableOrder) or len(source) < num_samples:
+    return None if len(source) < num_samples else _first_of(order_of(source), num_samples)
+
+
+def _first_of(order: Order, num_samples: int) -> Order | None:
+    if not isinstance(order, RestrictableOrder):
         return None
-    return order.first(num_samples)
+    first: Callable[[int], Order | None] | None = getattr(order, "first", None)
+    return order.among(np.arange(num_samples)) if first is None else first(num_samples)
 
 
 def _apportion(weights: Sequence[float], total: int) -> list[int]:

@@ -10,7 +10,7 @@ Not for mixtures by weight: there no source need come to its end (`Mixed`). Cost
 
 import numpy as np
 
-from shoal.data.orders import Order
+from shoal.data.orders import Order, ids_by_turns
 from shoal.data.permutation import Ids
 
 _LARGEST = 2**62
@@ -34,17 +34,10 @@ class ReplayOrder:
         found = np.empty_like(positions)
         found[is_new] = self._new.ids(num_before[is_new], seed, epoch)
         turns = (positions - num_before)[~is_new] + epoch * self._num_old
-        found[~is_new] = self._old_at(turns, ~seed)  # another seed, or like places go together
+        # With another seed, or like places go together.
+        found[~is_new] = ids_by_turns(self._old, turns, ~seed)
         return found
 
     def _num_new_before(self, positions: Ids) -> Ids:
         exact = positions if len(self) * len(self._new) < _LARGEST else positions.astype(object)
         return np.asarray(exact * len(self._new) // len(self), dtype=np.int64)
-
-    def _old_at(self, turns: Ids, seed: int) -> Ids:
-        passes, places = np.divmod(turns, len(self._old))
-        found = np.empty_like(turns)
-        for number in np.unique(passes):
-            here = passes == number
-            found[here] = self._old.ids(places[here], seed, int(number))
-        return found

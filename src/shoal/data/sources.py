@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import index as as_int
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -238,7 +238,7 @@ def _way_out(data: Any) -> str:
         return "Pass its dataset."
     if isinstance(data, Iterator):
         return (
-            "An iterator gives its samples once, and each rank and pass begins anew. Pass the "
+            "An iterator gives its samples once, and each rank and pass begins again. Pass the "
             "function that makes it, as a stream, or list(...) of it if they fit into memory."
         )
     return "A list of pairs will do."
@@ -305,6 +305,16 @@ def outage_error(index: int, error: BaseException) -> ShoalError:
     )
 
 
+def raise_of_sample(index: int, error: BaseException, said: str, advice: str = "") -> NoReturn:
+    """Raise an error that came up while a sample was made as what it is; `said` and `advice` stand
+    around the words of one that is the sample's fault."""
+    if not is_sample_error(error):
+        raise error
+    if is_outage(error):
+        raise outage_error(index, error) from error
+    raise RecipeError(f"{said}: {type(error).__name__}: {error}{advice}") from error
+
+
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with `change` applied to each of its tensors: itself, or those of a tuple or dict."""
     if isinstance(value, Tensor):
@@ -340,15 +350,10 @@ def load_sample(source: Source, index: int, of: Pass | None = None) -> Any:
     try:
         vary = None if of is None else getattr(source, "vary", None)
         return source[index] if vary is None else vary(index, of)
-    except BaseException as error:
-        if not is_sample_error(error):
-            raise
-        if is_outage(error):
-            raise outage_error(index, error) from error
-        raise RecipeError(
-            f"sample {index} of {len(source)} failed: {type(error).__name__}: {error}. data[i] "
-            f"must work for each i below len(data); try data[{index}] by itself."
-        ) from error
+    except BaseException as error:  # noqa: BLE001 (it is raised)
+        said = f"sample {index} of {len(source)} failed"
+        advice = f". data[i] must work for each i below len(data); try data[{index}] by itself."
+        raise_of_sample(index, error, said, advice)
 
 
 def load_failure(ids: Ids, error: BaseException) -> str:

@@ -37,7 +37,7 @@ from torch import Tensor
 from shoal.data.orders import Order, Sequential, WindowShuffled
 from shoal.data.packing import BadSample, pack, unpack
 from shoal.data.sample_digest import digest_sample
-from shoal.data.sources import Ids, is_iterable, is_outage, is_sample_error, outage_error
+from shoal.data.sources import Ids, is_iterable, raise_of_sample
 from shoal.data.stalls import STALLS
 from shoal.data.validate import require_whole
 from shoal.errors import BadCheckpoint, RecipeError, UsageError
@@ -300,18 +300,15 @@ class _StreamReader:
         """Around the stream's own code: what fails there is said in a sentence."""
         try:
             yield
-        except BaseException as error:
-            if not is_sample_error(error):
-                raise
-            if is_outage(error):
-                raise outage_error(self.position, error) from error
-            what = f"{type(error).__name__}: {error}"
-            raise RecipeError(
-                f"The stream failed at sample {self.position}: {what}. It cannot go on behind an "
-                "error of its own; work that may fail for a sample belongs into "
-                "shoal.data.mapped(stream, function), whose bad samples shoal.data.quarantine "
-                "leaves out."
-            ) from error
+        except BaseException as error:  # noqa: BLE001 (it is raised)
+            raise_of_sample(
+                self.position,
+                error,
+                f"The stream failed at sample {self.position}",
+                ". It cannot go on behind an error of its own; work that may fail for a sample "
+                "belongs into shoal.data.mapped(stream, function), whose bad samples "
+                "shoal.data.quarantine leaves out.",
+            )
 
 
 def stream(data: Any, *, shuffle: int = 0, length: int | None = None) -> StreamSource:
@@ -329,7 +326,7 @@ def stream(data: Any, *, shuffle: int = 0, length: int | None = None) -> StreamS
         raise UsageError(
             f"stream() was given a {type(data).__name__}. It needs an iterable that can be "
             "iterated again, or a function that returns an iterator: each rank, and each pass, "
-            "begins anew. Give the function itself: stream(read), not stream(read())."
+            "begins again. Give the function itself: stream(read), not stream(read())."
         )
     return StreamSource(_opener(data), shuffle, length)
 

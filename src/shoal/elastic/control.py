@@ -26,6 +26,7 @@ class ControlRequest(msgspec.Struct, frozen=True):
     """What a command requests."""
 
     resize: str = ""
+    save: bool = False
 
 
 class SizeChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,6 +44,7 @@ class ControlReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was done, or why the request was refused."""
 
     done: SizeChange | None = None
+    saved: str = ""  # the name of a checkpoint
     refused: str = ""
 
 
@@ -110,9 +112,9 @@ class ControlSocket:
             self._path.unlink(missing_ok=True)
 
 
-def send_request(run_dir: Path, **what: str) -> dict[str, Any]:
+def send_request(run_dir: Path, **what: str | bool) -> dict[str, Any]:
     """Send a request to the running run of a directory, and wait for its reply: the fields of
-    `SizeChange`, or `refused`."""
+    `SizeChange`, or `saved`, or `refused`."""
     if not (run_dir / "run.json").exists():
         raise UsageError(f"{run_dir} holds no run. Give the directory of one, as in runs/name-1.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -132,6 +134,8 @@ def send_request(run_dir: Path, **what: str) -> dict[str, Any]:
         raise UsageError(f"The run in {run_dir} ended before it answered.")
     same = "Use the same version of Shoal."
     reply = decode_json(content, ControlReply, f"The answer of the run in {run_dir}", way_out=same)
+    if reply.saved:
+        return {"saved": reply.saved}
     if reply.done is None:
         return {"refused": reply.refused or "The run refused it, and gave no reason."}
     return msgspec.structs.asdict(reply.done)

@@ -139,6 +139,10 @@ class PauseAfterStep(FromSupervisor, frozen=True, tag="pause"):
     generation: int
 
 
+class SaveAfterStep(FromSupervisor, frozen=True, tag="save"):
+    """Agree with the others on a step after which all save."""
+
+
 class Repartition(FromSupervisor, frozen=True, tag="repartition"):
     """To a server, while all ranks wait: write the state, partitioned for so many servers."""
 
@@ -160,7 +164,14 @@ MemberMessage = (
     Ready | Arrived | Formed | Lost | Heartbeat | MemberEvent | MemberDone | Paused | Failed
 )
 SupervisorMessage = (
-    SeatAssignment | FormGroup | StopAfterStep | PauseAfterStep | Repartition | HostUse | Release
+    SeatAssignment
+    | FormGroup
+    | StopAfterStep
+    | PauseAfterStep
+    | SaveAfterStep
+    | Repartition
+    | HostUse
+    | Release
 )
 
 encode = msgspec.msgpack.Encoder().encode

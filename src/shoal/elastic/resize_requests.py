@@ -1,4 +1,7 @@
-"""Requests to resize a run, from the client's request to the reply. Read next: `control.py`."""
+"""Requests to resize a run, or to save it, from the client's request to the reply.
+
+Read next: `control.py`.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from shoal.elastic.control import (
 )
 from shoal.elastic.membership import Membership
 from shoal.errors import UsageError, sendable
+from shoal.events.events import Event, SavedEvent, SaveFailedEvent, SaveSkippedEvent
 from shoal.formatting import plural
 from shoal.logs import warn_once
 from shoal.plans.plan import Plan
@@ -38,6 +42,41 @@ def _open_control(run_dir: Path) -> ControlSocket | None:
         return None
 
 
+class SaveRequests:
+    """Clients that wait for a checkpoint of the step under way, or of a later one."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[ControlClient, int]] = []  # and the last step when they asked
+        self._told = -1  # the generation in which a rank knows of it
+
+    def add(self, client: ControlClient, step: int) -> None:
+        self._waiting.append((client, step))
+        self._told = -1
+
+    def is_due(self, generation: int) -> bool:
+        """Whether a rank of this generation must be asked; True once."""
+        is_new, self._told = generation != self._told, generation
+        return is_new and bool(self._waiting)
+
+    def take(self, event: Event) -> None:
+        """Reply to those who asked for what this event tells of."""
+        if not isinstance(event, SavedEvent | SaveFailedEvent | SaveSkippedEvent):
+            return
+        reply = ControlReply(refused=f"Step {event.step} was not saved.")
+        if isinstance(event, SavedEvent):
+            reply = ControlReply(saved=event.name)
+        elif event.why:
+            reply = ControlReply(refused=sendable(f"Step {event.step} was not saved: {event.why}."))
+        for client, step in self._waiting:
+            if step <= event.step:
+                client.reply(reply)
+        self._waiting = [one for one in self._waiting if one[1] > event.step]
+
+    def close(self) -> None:
+        for client, _ in self._waiting:
+            client.refuse("The run was over before it could be saved.")
+
+
 class ResizeRequests:
     """Handles one resize at a time, of a client or of the run itself as hosts come and go. `plan`
     is the present one; `alone` is the reason why the run cannot have more than one rank, if there
@@ -48,23 +87,33 @@ class ResizeRequests:
         self._alone = alone
         self._client: ControlClient | None = None
         self._num_bytes, self._generation = 0, -1
+        self.saves = SaveRequests()
 
     def poll(self, members: Membership, is_stopping: bool, now: float) -> list[Action]:
         """Start what clients have requested, or refuse it."""
         actions: list[Action] = []
         for client, request in [] if self.control is None else self.control.requests():
             try:
-                actions += self._start(request, members, is_stopping, now)
+                if is_stopping or members.over:
+                    raise UsageError("The run is about to end.")
+                if request.save:
+                    self._refuse_unsavable()
+                    self.saves.add(client, members.step)
+                    continue
+                actions += self._start(request, members, now)
                 self._client = client
             except UsageError as wrong:
                 client.refuse(str(wrong))
         return actions
 
-    def _start(
-        self, request: ControlRequest, members: Membership, is_stopping: bool, now: float
-    ) -> list[Action]:
-        if is_stopping or members.over:
-            raise UsageError("The run is about to end. Go on with --resume and another --plan.")
+    def _refuse_unsavable(self) -> None:
+        if self.plan.fragments > 1:
+            raise UsageError(
+                "Its replicas agree on each fragment at another time, so there is no step to save "
+                "but those of save_every. Stop it: it saves itself, and goes on with --resume."
+            )
+
+    def _start(self, request: ControlRequest, members: Membership, now: float) -> list[Action]:
         if members.is_resizing:
             raise UsageError("The run is being resized already. Ask again when that is done.")
         wanted = resize_plan(self.plan, request.resize)
@@ -111,6 +160,7 @@ class ResizeRequests:
 
     def close(self) -> None:
         self._refuse("The run was over before it could be resized.")
+        self.saves.close()
         if self.control is not None:
             self.control.close()
 

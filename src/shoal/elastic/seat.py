@@ -21,7 +21,15 @@ import zmq
 
 from shoal.comm.collectives import Group
 from shoal.comm.endpoint import Endpoint, endpoint_from
-from shoal.comm.mesh import FORM_TIMEOUT_S, Axes, Check, Mesh, RankRequests, Servers, accept
+from shoal.comm.mesh import (
+    FORM_TIMEOUT_S,
+    Axes,
+    Check,
+    Mesh,
+    RankRequests,
+    Servers,
+    accept,
+)
 from shoal.comm.rendezvous import abandon_group, form_group, leave_group
 from shoal.comm.run_store import StoreClient
 from shoal.comm.sockets import open_sockets, shut_down
@@ -42,6 +50,7 @@ from shoal.elastic.messages import (
     Ready,
     Release,
     Repartition,
+    SaveAfterStep,
     SeatAssignment,
     StopAfterStep,
 )
@@ -91,7 +100,7 @@ class SupervisedSeat:
         self._changed = threading.Condition()
         self._assignment: SeatAssignment | None = None
         self._form_generation = -1
-        self._stop = self._is_released = self._closing = False
+        self._stop = self.saves = self._is_released = self._closing = False
         self._pause_generation = -1  # in which a pause was last requested
         self._repartition = Repartition(-1, 0)  # the last request
         self._watchdog = Watchdog()
@@ -219,7 +228,8 @@ class SupervisedSeat:
         self.step = info.step
 
     def asked(self) -> RankRequests:
-        return RankRequests(stop=self._stop, meet=self._pause_generation == self.generation)
+        pauses = self._pause_generation == self.generation
+        return RankRequests(stop=self._stop, meet=self.saves or pauses)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after a step they agree on; safe in a signal handler."""
@@ -420,6 +430,8 @@ class SupervisedSeat:
                     self._form_generation = message.generation
                 case StopAfterStep():
                     self._stop = True
+                case SaveAfterStep():
+                    self.saves = True
                 case PauseAfterStep():
                     self._pause_generation = message.generation
                 case Repartition():

@@ -14,6 +14,7 @@ from torch import nn
 from shoal import faults
 from shoal.elastic.seat import SupervisedSeat
 from shoal.errors import GroupLost
+from shoal.events.meters import SpentReports
 from shoal.faults import faultpoint
 from shoal.numerics import schedules
 from shoal.numerics.threads import ComputeThreads, num_spare_threads
@@ -72,6 +73,7 @@ class ServerProcess:
         self._crew.host(self._serve)
 
     def _serve(self) -> None:
+        spent = SpentReports(self.seat.emit)
         try:
             while True:
                 assignment = self.seat.await_seat()
@@ -87,6 +89,7 @@ class ServerProcess:
                     peers.start_generation(assignment.generation, peer_addresses)
                 while not self.seat.is_over():
                     loop.run_once()
+                    spent.serve()
                     if (count := self.seat.take_repartition_request()) is not None:
                         self._repartition(server, count)
         finally:
@@ -186,7 +189,7 @@ def serve_aggregator(
     layout = layout_after(model, run.make_optimizer(model), [plan.num_servers])
     num_seats, num_pieces = plan.num_ranks // plan.hosts, plan.num_pieces // plan.hosts
     server = AggregatorServer(model, layout, num_seats, num_pieces, seat.secret)
-    loop = ServerLoop(server, seat.reach)
+    loop, spent = ServerLoop(server, seat.reach), SpentReports(seat.emit)
     try:
         while True:
             assignment = seat.await_seat()
@@ -200,6 +203,7 @@ def serve_aggregator(
                 )
                 while not seat.is_over():
                     loop.run_once()
+                    spent.serve()
     finally:
         server.leave()
         loop.close()

@@ -44,6 +44,7 @@ from shoal.elastic.messages import (
     Ready,
     Release,
     Repartition,
+    SaveAfterStep,
     SeatAssignment,
     StopAfterStep,
 )
@@ -69,6 +70,7 @@ from shoal.events.events import (
     ResizedEvent,
     SavedEvent,
     SeatEvent,
+    SpentEvent,
     StandstillEvent,
     StoppingEvent,
     TickEvent,
@@ -76,7 +78,7 @@ from shoal.events.events import (
     WaitingEvent,
     WarningEvent,
 )
-from shoal.events.sinks import JsonLinesSink
+from shoal.events.sinks import EventsSink
 from shoal.logs import warn_once
 from shoal.system.awake_clock import AwakeClock
 from shoal.system.fork_server import (
@@ -132,7 +134,7 @@ class Supervisor:
         self.outcome = SupervisorResult()
         self._on_event = on_event
         self._run_dir = run_dir
-        self._events = JsonLinesSink(run_dir / "events.jsonl")
+        self._events = EventsSink(run_dir)
         self._token, self._reach = secrets.token_hex(16), reach
         self._store = StoreServer(reach)
         self._context: wire.Context = zmq.Context()
@@ -170,6 +172,8 @@ class Supervisor:
                 if self._resizes is not None:
                     stops = bool(self._signals or self._stop_signal)
                     self._execute(self._resizes.poll(self.members, stops, self._clock()))
+                    if self._resizes.saves.is_due(self.members.generation):
+                        self._broadcast(self.members.seats[:1], SaveAfterStep())
                 self._forward_stop()
                 self._on_event(TickEvent())
             self._release_members()
@@ -362,11 +366,18 @@ class Supervisor:
             now, host = time.time(), self.members.members[member].host
             event = msgspec.structs.replace(event, host=host, time=now)
             self._broadcast(self.members.seats[: self.members.size.num_ranks], HostUse(event))
+        elif isinstance(event, SpentEvent):
+            if (seat := self._seat_of(member)) is None:
+                return  # it was replaced
+            server = self._server_of(seat)
+            event = msgspec.structs.replace(event, rank=seat, server=server)
         elif isinstance(event, BusyEvent | WaitingEvent):
             self._progress.explained(self._clock())
         elif not isinstance(event, WarningEvent):
             self._progress.done(self._clock())
         self._record(event)
+        if self._resizes is not None:
+            self._resizes.saves.take(event)
         if isinstance(event, BusyEvent):
             self._record(*hangs_of(self.members, self._beats))
         if isinstance(event, SavedEvent):

@@ -39,6 +39,7 @@ from shoal.events.events import (
 )
 from shoal.events.meters import (
     FIRST_STEPS,
+    SpentReports,
     StepTotals,
     memory_bytes,
     peak_memory_bytes,
@@ -325,7 +326,7 @@ def _train(
         for spans in TRACER.take(trainer.mesh.rank):
             seat.emit(spans)
 
-    end = _EndOfTraining(trainer, seat, run_dir)
+    end, spent = _EndOfTraining(trainer, seat, run_dir), SpentReports(seat.emit)
     seat.report_by(
         summarise=lambda: {
             **_summary(totals),
@@ -337,13 +338,14 @@ def _train(
         progress=lambda: _progress(totals) if trainer.writes_record else None,
         before_pause=scribe.flush,
     )
-    own: list[Hook] = [totals.add, weigh_first_steps, scribe, report_empty_step, evaluations]
+    own: list[Hook] = [totals.add, spent.add, weigh_first_steps, scribe]
+    own += [report_empty_step, evaluations]
     if logs.log.isEnabledFor(logging.DEBUG):
         own.append(lambda info: logs.log.debug("step %d: %s", info.step, info.times))
     own += more_hooks(trainer, run_dir)
     if trainer.loop is not None:
         trainer.callbacks.control.keep_images_in(run_dir / "images")
-    trainer.add_hooks(own, at_end=[end, scribe.end_trackers, send_last_spans])
+    trainer.add_hooks(own, at_end=[end, scribe.end_trackers, send_last_spans, spent.flush])
     try:
         with trainer:
             if trainer.writes_record:

@@ -130,6 +130,19 @@ class GaveUpEvent(TimedEvent, tag="gave-up", kw_only=True):
 # ---- what takes long
 
 
+class SpentEvent(SeatedEvent, tag="spent", kw_only=True):
+    """In `spent.jsonl`: what a member did in the last `since_s` seconds, told twice a second and
+    less often in a long run. Of a rank the seconds of its steps, of a server what its processor
+    was busy for (`compute`) and the rest."""
+
+    since_s: float
+    steps: int
+    data: float
+    compute: float
+    exchange: float
+    waiting: float
+
+
 class WaitingEvent(SeatedEvent, tag="waiting", kw_only=True):
     """A rank waits for samples."""
 
@@ -420,6 +433,7 @@ Event = (
     | HostAddedEvent
     | StoppingEvent
     | GaveUpEvent
+    | SpentEvent
     | WaitingEvent
     | BusyEvent
     | StandstillEvent

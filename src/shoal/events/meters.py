@@ -12,15 +12,19 @@ profiler. Cost: a lap takes 0.1 us, `StepTotals.add` about 1 us. Read next: `sin
 import resource
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter, process_time
 
 import psutil
 
+from shoal.events.events import SpentEvent
 from shoal.events.step import StepInfo, Times
 
 FIRST_STEPS = 5  # after the very first, by which the others are foreseen
+NO_TIME = Times(0.0, 0.0, 0.0, 0.0)
+SPENT_FIRST_S, SPENT_EVERY_S = 0.1, 0.5  # of the first report, and of others in a short run
+SPENT_REPORTS = 128  # each time that a run gets twice as old, about
 
 
 class Stopwatch:
@@ -103,6 +107,53 @@ class StepTotals:
         recent = list(self._recent)  # another thread may add meanwhile
         talking = sum(info.times.exchange + info.times.waiting for info in recent)
         return _ratio(talking, sum(info.times.total for info in recent))
+
+
+class SpentReports:
+    """Tells what this member does with its time, so that nobody has to guess it from another's."""
+
+    def __init__(self, tell: Callable[[SpentEvent], None]) -> None:
+        self._tell, self._began = tell, 0.0
+        self._since = self._due = self._cpu_s = 0.0
+        self._num_steps, self._spent = 0, NO_TIME
+
+    def add(self, info: StepInfo) -> None:
+        """A hook of steps."""
+        now = monotonic()
+        if not self._began:
+            self._start(now - info.times.total)
+        (a, b, c, d), (data, compute, exchange, waiting) = self._spent, info.times
+        self._spent = Times(a + data, b + compute, c + exchange, d + waiting)
+        self._num_steps += 1
+        if now >= self._due:
+            self._report(now)
+
+    def flush(self) -> None:
+        """The last step was made."""
+        if self._num_steps:
+            self._report(monotonic())
+
+    def serve(self) -> None:
+        """A server calls it again and again: the time of its processor counts as computing."""
+        now = monotonic()
+        if not self._began:
+            self._start(now)
+        elif now >= self._due:
+            computed = min(process_time() - self._cpu_s, now - self._since)
+            self._spent = Times(0.0, computed, 0.0, now - self._since - computed)
+            self._report(now)
+
+    def _start(self, began: float) -> None:
+        self._began, self._since, self._cpu_s = began, began, process_time()
+        self._due = began + SPENT_FIRST_S
+
+    def _report(self, now: float) -> None:
+        spent = {name: round(value, 6) for name, value in self._spent._asdict().items()}
+        self._tell(SpentEvent(since_s=round(now - self._since, 6), steps=self._num_steps, **spent))
+        self._since, self._cpu_s = now, process_time()
+        self._num_steps, self._spent = 0, NO_TIME
+        age_s = now - self._began
+        self._due = now + max(min(age_s, SPENT_EVERY_S), age_s / SPENT_REPORTS)
 
 
 def memory_bytes() -> int:

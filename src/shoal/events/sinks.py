@@ -24,9 +24,12 @@ from typing import Any, Protocol
 import msgspec
 
 from shoal.errors import UsageError, require
+from shoal.events.events import Event, SpentEvent
 from shoal.logs import warn_once
 
 Record = Mapping[str, Any]
+
+EVENTS, SPENT = "events.jsonl", "spent.jsonl"
 
 # Numbers of a record that are not drawn: its position, and the ledger's mark.
 NO_SCALARS = ("step", "time", "mark")
@@ -85,6 +88,28 @@ class JsonLinesSink:
         """Whether an earlier writer was killed within its last line."""
         size = os.fstat(self._file).st_size
         return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+
+class EventsSink:
+    """A run's `events.jsonl`; and `spent.jsonl`, for the many of one kind, which only strips are
+    drawn from: who looks for what happened at the end of a record finds it there."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._events, self._run_dir = JsonLinesSink(run_dir / EVENTS), run_dir
+        self._spent: JsonLinesSink | None = None
+
+    def write(self, event: Event) -> None:
+        if not isinstance(event, SpentEvent):
+            self._events.write(event)
+            return
+        if self._spent is None:
+            self._spent = JsonLinesSink(self._run_dir / SPENT)
+        self._spent.write(event)
+
+    def close(self) -> None:
+        for sink in (self._events, self._spent):
+            if sink is not None:
+                sink.close()
 
 
 class TensorBoardSink:

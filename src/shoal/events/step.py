@@ -10,7 +10,8 @@ from typing import Callable, NamedTuple, Protocol, runtime_checkable
 class Times(NamedTuple):
     """The seconds of one step, on this rank.
 
-    `waiting` is the part of the exchange before the slowest rank arrived.
+    `exchange` is all that this rank was blocked in for others, in forward, backward and update,
+    too; `waiting` is the part of it before the slowest rank, or another stage's tensors, arrived.
     """
 
     data: float
@@ -36,7 +37,7 @@ class StepInfo(NamedTuple):
     mark: int | None = None  # of the samples since the last one that has it (`data/ledger.py`)
     left_out: int = 0  # of the samples, by quarantine; if all are, the step changes nothing
     evaluation: dict[str, float] | None = None  # filled when this step was one to evaluate
-    ranks: tuple[float, ...] = ()  # the seconds that each rank was busy
+    ranks: tuple[float, ...] = ()  # in lockstep: seconds until each rank came to the exchange
     parts: dict[str, float] = {}  # named parts of the loss, weighted as each of them is
     logged: dict[str, float] = {}  # by callbacks
     texts: dict[str, str] = {}  # by callbacks

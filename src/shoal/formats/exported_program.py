@@ -10,9 +10,10 @@ import inspect
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,9 +153,8 @@ def _traced(model: nn.Module, inputs: ExampleInputs) -> tuple[Any, bool]:
     """The traced program, and whether it takes any batch size; compared with the model."""
     model.eval()
     with _without_caches(model):
-        try:
-            program = _trace(model, inputs, inputs.shapes(model, torch.export.Dim.AUTO))
-        except Exception:  # noqa: BLE001 - of any kind; a fixed number of samples may still do
+        program = _trace_any_batch(model, inputs)
+        if program is None:  # a fixed number of samples may still do
             try:
                 program = _trace(model, inputs, None)
             except Exception as error:
@@ -180,11 +180,40 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _trace(model: nn.Module, inputs: ExampleInputs, shapes: Any) -> Any:
+def _trace_any_batch(model: nn.Module, inputs: ExampleInputs) -> Any:
+    """A program that takes any batch size, else one of the traced size, else None.
+
+    From its bytecode (strict) a model is traced that asks for len(x), but fewer models are.
+    """
+    found = None
+    for strict in (False, True):
+        with suppress(Exception), _without_monitor():  # of any kind
+            traced = _trace(model, inputs, inputs.shapes(model, torch.export.Dim.AUTO), strict)
+            if _is_free(traced):
+                return traced
+            found = found or traced
+    return found
+
+
+@contextmanager
+def _without_monitor() -> Iterator[None]:
+    """Without the thread that tqdm starts for a bar, also for those of torch that nobody sees."""
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is None:
+        yield
+        return
+    interval, tqdm.monitor_interval = tqdm.monitor_interval, 0
+    try:
+        yield
+    finally:
+        tqdm.monitor_interval = interval
+
+
+def _trace(model: nn.Module, inputs: ExampleInputs, shapes: Any, strict: bool = False) -> Any:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         return torch.export.export(
-            model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=False
+            model, inputs.args, inputs.kwargs, dynamic_shapes=shapes, strict=strict
         )
 
 

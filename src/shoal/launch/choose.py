@@ -78,8 +78,10 @@ def why_none(result: SearchResult, cluster: str) -> str:
     if not result.too_large:
         return f"No plan is legal: {result.first_refusal}"
     nearest = result.too_large[0]
+    other = ", which trains something else," if nearest.changes_result else ""
     return (
-        f"No plan fits on {cluster}. The nearest is {nearest.plan!r}, and it {nearest.reason}. "
+        f"No plan fits on {cluster}. The nearest is {nearest.plan!r}{other or ','} and it "
+        f"{nearest.reason}. "
         "Give more memory or more ranks, or train with a smaller batch or model."
     )
 

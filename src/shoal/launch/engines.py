@@ -27,7 +27,7 @@ class EngineEntry(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A job that a verb was asked about: of an engine, or a run that nobody submitted."""
+    """A job that a verb was asked about: of an engine, or a run that was not submitted."""
 
     engine: Engine | None
     record: JobRecord | None

@@ -27,7 +27,7 @@ from shoal import logs
 from shoal.checkpoint.retention import RetentionPolicy
 from shoal.cluster.backend import Facts
 from shoal.cluster.local import NotLoaded
-from shoal.comm.launcher_store import MeetingPlace, launcher_store, meeting_place
+from shoal.comm.launcher_store import launcher_store, meeting_place
 from shoal.elastic.messages import Failed
 from shoal.elastic.supervisor import SupervisorResult
 from shoal.elastic.worker import PreparedTraining, describe_failure, set_rank_threads
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _NOT_COMPARED = ("begun", "form_timeout_s")
+SAYING_S = 10.0  # for rank 0 to say what all have found
 
 
 class _RankJob(msgspec.Struct, frozen=True):
@@ -92,9 +93,11 @@ def train_as_rank(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     set_rank_threads()
     try:
-        place = _place(world, options)
+        place = meeting_place(world)
+        _refuse_clear_text(place.is_one_host, world, options)
     except UsageError as error:
-        if world.rank:  # which all of them find; rank 0 says it
+        if world.rank:  # all find it, and have no place to meet; rank 0 says it
+            time.sleep(SAYING_S)  # a launcher ends the rest with the first
             return error.exit_code
         raise
     with ExitStack() as held:
@@ -103,13 +106,14 @@ def train_as_rank(
         held.callback(peers.close)
         try:
             is_one_host = peers.meet(_given(recipe, options, run_dir), options.form_timeout_s)
+            _refuse_starting(world, options)
             _refuse_clear_text(is_one_host, world, options)
             rank = _Rank(peers, store, watch)
             if world.rank:
                 code = rank.follow(recipe)
             else:
                 code = rank.lead(recipe, options, run_dir, prepared, show)
-            peers.end_together(code)
+            peers.end_together(code, FAILING_S if code else ENDING_S)  # others may be stuck
             return code
         except RanksGone as gone:
             return _tell_gone(peers, gone)
@@ -121,7 +125,8 @@ def train_as_rank(
             raise
 
 
-def _place(world: World, options: Options) -> MeetingPlace:
+def _refuse_starting(world: World, options: Options) -> None:
+    """Refuse what would start other ranks than those of the launcher."""
     if options.on != "local" or options.listen is not None:
         asked = "--listen" if options.listen is not None else f"--on {options.on}"
         raise UsageError(
@@ -138,9 +143,6 @@ def _place(world: World, options: Options) -> MeetingPlace:
             f"--ranks {options.ranks}: {world.launcher} started {world.num_ranks} processes, and "
             "each of them is a rank. Leave --ranks out."
         )
-    place = meeting_place(world)
-    _refuse_clear_text(place.is_one_host, world, options)
-    return place
 
 
 def _refuse_clear_text(is_one_host: bool, world: World, options: Options) -> None:

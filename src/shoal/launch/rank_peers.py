@@ -143,16 +143,16 @@ class RankPeers:
         except RanksGone:
             return True
 
-    def end_together(self, code: int) -> None:
-        """Let rank 0, which holds the store, stay until the others have read all; and these until
-        it has ended, if all fail: a launcher ends the rest with the first, and rank 0 says why."""
+    def end_together(self, code: int, patience_s: float = ENDING_S) -> None:
+        """Let rank 0, which holds the store, stay until those that came have read all; if all
+        fail, let these stay until it has said why: a launcher ends the rest with the first."""
         with suppress(RanksGone):
             if self.world.rank == 0:
-                self._await("read", self.others, FAILING_S if code else ENDING_S)
+                self._await("read", self.told_by("card", self.others), patience_s)
                 return
             self.tell("read", b"")
             if code:
-                self._await("end", [0], FAILING_S)
+                self._await("end", [0], ENDING_S if 0 in self._watched else FAILING_S)
 
     def told_by(self, what: str, ranks: Collection[int]) -> dict[int, bytes]:
         """What those of some ranks told that have told it."""

@@ -22,13 +22,14 @@ from shoal.events.events import (
     OnEvent,
     PrintedEvent,
     ProgressEvent,
+    SpentEvent,
     StoppingEvent,
     TickEvent,
     TraceEvent,
     WarningEvent,
 )
 from shoal.events.hosts import LATEST, HostMeter
-from shoal.events.sinks import JsonLinesSink
+from shoal.events.sinks import EventsSink
 from shoal.events.step import StepInfo
 from shoal.events.trace_file import TRACE, TraceFile
 from shoal.launch.outcome import Saves
@@ -49,7 +50,7 @@ class RankRecord:
     def __init__(self, directory: RunDir, watch: OnEvent):
         self.saves = Saves()
         self._directory, self._watch = directory, watch
-        self._events = JsonLinesSink(directory.path / "events.jsonl")
+        self._events = EventsSink(directory.path)
         self._trace = TraceFile(directory.path / TRACE)
 
     def __enter__(self) -> Self:
@@ -139,6 +140,8 @@ class RankSeat(LauncherSeat):
             self._tell()
 
     def emit(self, event: Event) -> None:
+        if isinstance(event, SpentEvent):
+            event = msgspec.structs.replace(event, rank=self._peers.world.rank)
         if self._record is not None:
             self._record.write(event)
             return

@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 
 from shoal.cluster.engine import State
+from shoal.events.sinks import EVENTS
 from shoal.storage.decoding import try_decode_json
 from shoal.storage.files import read_regular_file
 from shoal.storage.run_dir import MOST_DESCRIPTION_BYTES, RUN, RunOwner, owner_of
 
-EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
+METRICS = "metrics.jsonl"
 
 
 class RunMember(msgspec.Struct, frozen=True, kw_only=True):

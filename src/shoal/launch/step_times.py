@@ -51,8 +51,10 @@ def mean_times(steps: Sequence[TimedStep]) -> dict[str, float]:
     found: dict[str, list[float]] = {part: [] for part in PARTS}
     by_time, rest = sorted(steps, key=lambda step: step.total_s), len(steps) // 4
     for step in by_time[rest : len(steps) - rest]:
-        busy = step.ranks or [step.times["data"] + step.times["compute"]]
-        mean, most = statistics.fmean(busy), max(busy)
+        own = step.times["data"] + step.times["compute"]
+        busy = step.ranks or [own]
+        after = own - busy[0]  # the exchange: the update, which is alike on all
+        mean, most = statistics.fmean(busy) + after, max(busy) + after
         data = min(step.times["data"], mean)
         waiting = min(most - mean, step.total_s - mean)
         parts = (mean - data, step.total_s - mean - waiting, waiting, data)

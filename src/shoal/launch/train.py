@@ -22,8 +22,7 @@ from shoal.elastic.membership import Membership, MembershipOptions
 from shoal.errors import RUN_AGAIN, UsageError
 from shoal.events.events import Event, OnEvent, TickEvent, TraceEvent, WarningEvent
 from shoal.events.trace_file import TRACE, TraceFile
-from shoal.events.tracing import parse_steps
-from shoal.events.trackers import asked_trackers, check_trackers, parse_trackers
+from shoal.events.trackers import asked_trackers, check_trackers
 from shoal.launch.backends import (
     JOIN_TIMEOUT_S,
     check_on,
@@ -54,6 +53,7 @@ from shoal.training.options import (
     SETTABLE,
     Recipe,
     StartOptions,
+    check_start,
 )
 
 if TYPE_CHECKING:
@@ -243,22 +243,8 @@ def refuse_contradictions(options: Options) -> None:
             f"--plan {AUTO} knows this machine, and the run is to be on others too. Describe them "
             "in a file, choose with `shoal plan RECIPE --cluster FILE`, and give that plan."
         )
-    if options.plan not in (None, AUTO):
-        Plan.parse(options.plan)
-    if options.keep is not None:
-        RetentionPolicy.parse(options.keep)
-    if (options.checkpoints or "").startswith("memory:"):
-        raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
-    parse_trackers(options.track)
-    if options.trace is not None:
-        parse_steps(options.trace)
+    check_start(options)
     refuse_without_hosts(options)
-    if options.replay is not None and options.new_data is None:
-        raise UsageError("--replay has no effect without --new-data RUN.")
-    if options.begin_from is None:
-        for name, default in (("take", "weights"), ("partial", False)):
-            if getattr(options, name) != default:
-                raise UsageError(f"--{name} has no effect without --from SOURCE.")
 
 
 class _Begun(msgspec.Struct):

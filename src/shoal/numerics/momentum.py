@@ -9,7 +9,7 @@ It is for SGD with momentum. Adam's moments are taken of what arrives, as they a
 four bytes for each element that is packed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,30 +29,39 @@ class Momentum(NamedTuple):
 
 
 def corrected_momenta(codec: str, optimizer: Optimizer) -> dict[Tensor, Momentum]:
-    """The momentum of each parameter that a codec takes over from its optimizer."""
+    """The momentum of each parameter that a codec takes over from its optimizer, if it packs it."""
     if not codec.startswith("topk:"):
         return {}
     return {
         p: Momentum(float(group["momentum"]), bool(group["nesterov"]))
-        for group in _with_momentum(optimizer)
+        for group in optimizer.param_groups
+        if _is_corrected(optimizer, group)
         for p in group["params"]
     }
 
 
 @contextmanager
-def without_momentum(optimizer: Optimizer) -> Iterator[None]:
-    """Step on gradients in which it is already."""
-    changed = [(group, group["momentum"]) for group in _with_momentum(optimizer)]
-    for group, _ in changed:
-        group["momentum"] = 0.0
+def without_momentum(optimizer: Optimizer, packed: Collection[Tensor]) -> Iterator[None]:
+    """Step on gradients in which it is already, those of what is packed. Their weight decay, which
+    is not in them, counts for as much as momentum would have made of it."""
+    before, groups = optimizer.param_groups, list[dict[str, Any]]()
+    for group in before:
+        if not _is_corrected(optimizer, group):
+            groups.append(group)
+            continue
+        decay = group["weight_decay"] / (1 - group["momentum"])
+        own = [p for p in group["params"] if p in packed]
+        others = [p for p in group["params"] if p not in packed]
+        changed = {"momentum": 0.0, "nesterov": False, "weight_decay": decay}
+        groups += [group | changed | {"params": own}] if own else []
+        groups += [group | {"params": others}] if others else []
+    optimizer.param_groups = groups
     try:
         yield
     finally:
-        for group, momentum in changed:
-            group["momentum"] = momentum
+        optimizer.param_groups = before
 
 
-def _with_momentum(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        if group["momentum"] and not group["dampening"]:
-            yield group
+def _is_corrected(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    return is_sgd and 0 < group["momentum"] < 1 and not group["dampening"]

@@ -6,8 +6,12 @@ refuses (parameters without dims) stays whole and is summed by the strategy, `sy
 
 Per rank, in bytes a parameter, fp32 Adam: 16/N, and two blocks. Traffic: parameters come twice and
 gradients go once, 1.5 times that of data parallel.
+
+Every rank must run the same blocks in the same order, since all gather each of them: one that skips
+a block would take another's parameters for it. `compare_orders` refuses that before an update.
 """
 
+import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import DTensor
 
-from shoal.comm.collectives import Group
+from shoal.comm.collectives import Group, UnlikeOperations
 from shoal.errors import PlanError
 from shoal.numerics.randomness import blocks_that_run
 from shoal.parallel.boxes import Box
@@ -88,6 +92,7 @@ def shard_parameters(
     """Shard the units of a model in place."""
     mesh = group.device_mesh(device)
     names = {module: name or "the model" for name, module in model.named_modules()}
+    order = _UnitOrder(group, [names[unit] for unit in units])
     for unit in units:
         # Frozen ones, those of other stages among them, cost no gradient and no state.
         whole = {p for p in unit.parameters() if not p.dim() or not p.requires_grad}
@@ -100,18 +105,78 @@ def shard_parameters(
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True)
-            unit.set_custom_all_gather(_CountedGather(group, names[unit]))
-            unit.set_custom_reduce_scatter(_CountedScatter(group, names[unit]))
+            unit.set_custom_all_gather(_CountedGather(group, names[unit], order))
+            unit.set_custom_reduce_scatter(_CountedScatter(group, names[unit], order))
+
+
+class _UnitOrder:
+    """The units that this rank gathered and summed since the ranks last compared."""
+
+    def __init__(self, group: Group, units: Sequence[str]):
+        self._group = group
+        self._names = {zlib.crc32(unit.encode()): unit for unit in units}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._digest, self._first = 0, list[int]()
+
+    def note(self, unit: str) -> None:
+        self._digest = zlib.crc32(unit.encode(), self._digest)
+        if len(self._first) < _MOST_NAMED:
+            self._first.append(zlib.crc32(unit.encode()))
+
+    def compare(self) -> None:
+        try:
+            rows = self._group.all_gather_numbers([self._digest, len(self._first)])
+        except UnlikeOperations:  # a rank is at a block that this one did not run
+            raise PlanError(_UNLIKE_FORWARDS) from None
+        first, longest = self._first, max(int(length) for _, length in rows)
+        self._begin()
+        if any(row != rows[0] for row in rows):
+            told = self._group.all_gather_numbers([*first, *[0] * (longest - len(first))])
+            raise PlanError(" ".join([*self._where(told), _UNLIKE_FORWARDS]))
+
+    def _where(self, told: list[list[float]]) -> Iterator[str]:
+        """The first place at which two ranks are not at the same unit, in words."""
+        for place in zip(*told, strict=True):
+            for rank, code in enumerate(place):
+                if code != place[0]:
+                    at, other = self._name(place[0]), self._name(code)
+                    yield f"Rank 0 was at {at}, rank {rank} at {other}."
+                    return
+
+    def _name(self, code: float) -> str:
+        return self._names.get(int(code), "the end of the step")
+
+
+_MOST_NAMED = 1000  # places at which a difference is named
+_UNLIKE_FORWARDS = (
+    "Forwards of ranks are not alike, and under zero=3 all must run the same blocks: those that "
+    "are skipped at random or by their data (layerdrop, experts without a sample) do not go with "
+    "it. Use zero=1 or zero=2, or run such blocks on no samples."
+)
+
+
+def compare_orders(model: nn.Module) -> None:
+    """Refuse it if ranks ran unlike blocks of a sharded model. Every rank must reach this."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                gather = group._all_gather_comm
+                assert isinstance(gather, _CountedGather)
+                gather.order.compare()
+                return
 
 
 class _CountedGather(DefaultAllGather):
     """FSDP2's own, with its bytes added to the group's, and on record."""
 
-    def __init__(self, counted: Group, unit: str):
-        self._counted, self._unit = counted, unit
+    def __init__(self, counted: Group, unit: str, order: _UnitOrder):
+        self._counted, self._unit, self.order = counted, unit, order
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
         self._counted.bytes_sent += input_tensor.nbytes * (self._counted.num_ranks - 1)
+        self.order.note(self._unit)
         record = self._counted.begin("all-gather", output_tensor.nbytes, self._unit)
         work = super().__call__(output_tensor, input_tensor, *rest, **more)
         record.end()  # which on a GPU is when it was queued
@@ -121,11 +186,12 @@ class _CountedGather(DefaultAllGather):
 class _CountedScatter(DefaultReduceScatter):
     """Likewise."""
 
-    def __init__(self, counted: Group, unit: str):
-        self._counted, self._unit = counted, unit
+    def __init__(self, counted: Group, unit: str, order: _UnitOrder):
+        self._counted, self._unit, self.order = counted, unit, order
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
         self._counted.bytes_sent += output_tensor.nbytes * (self._counted.num_ranks - 1)
+        self.order.note(self._unit)
         record = self._counted.begin("reduce-scatter", input_tensor.nbytes, self._unit)
         work = super().__call__(output_tensor, input_tensor, *rest, **more)
         record.end()

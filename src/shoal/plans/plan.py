@@ -22,6 +22,11 @@ from shoal.plans.rules import (
     refuse_without_effect,
 )
 
+_ELSEWHERE = {  # what is asked for in plans, and said in another place
+    "teacher": "A teacher has no ranks: it is part of the data. `--set loaders=N` asks it in N "
+    "processes beside each rank, and `shoal distill --cache DIR` once about each sample."
+}
+
 
 class Plan(msgspec.Struct, frozen=True):
     """How a run is distributed. The fields are the keys of its text; `KEYS` explains each one."""
@@ -76,7 +81,8 @@ class Plan(msgspec.Struct, frozen=True):
                     "data=2, separated by spaces or commas, with no space around the '='."
                 )
             if key not in KEYS:
-                raise PlanError(f"The plan has no key {key!r}. {nearest(key, KEYS)}")
+                elsewhere = _ELSEWHERE.get(key) or nearest(key, KEYS)
+                raise PlanError(f"The plan has no key {key!r}. {elsewhere}")
             if key in written:
                 raise PlanError(
                     f"{key} is given twice in the plan {text!r}. Each key may be given once; "

@@ -240,11 +240,6 @@ def _refuse_served_meshes(plan: "Plan") -> None:
             "zero=3 does not go with sync=server: its ranks hold shards, and servers have whole "
             "parameters of a rank. Use zero=2, or leave sync=server out."
         )
-    if plan.codec != "none" and cut > 1:
-        raise PlanError(
-            f"{about} sync=server and codec={plan.codec} yet: servers of each part pack by keys of "
-            "their own. Leave codec or sync=server out."
-        )
     if plan.servers % cut:
         raise PlanError(
             f"servers={plan.servers} cannot be shared out to tensor={plan.tensor} x pipeline="

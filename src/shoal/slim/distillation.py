@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.api import name_of
+from shoal.api import name_of, recipe_of
 from shoal.data.cache.cached import cached
 from shoal.data.sources import stream_of
 from shoal.errors import ShoalError, UsageError
@@ -51,7 +51,7 @@ from shoal.slim.lessons import (
     is_lesson,
 )
 from shoal.slim.results import new_place, write_weights
-from shoal.slim.retraining import Given, Training, recipe_of, train_changed, trained_model
+from shoal.slim.retraining import Given, Training, train_changed, trained_model
 from shoal.training.load import load, loads_by_itself
 from shoal.training.run import MINIMISED, Run, call_model
 
@@ -312,12 +312,12 @@ def _check_fit(
         taught = teacher(piece.inputs)
     except ShoalError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (of any kind: it was made for other inputs)
         what = f"{type(error).__name__}: {error}"
         raise UsageError(
             f"The teacher, a {teacher.kind}, cannot be called with the student's inputs: {what}. "
             "Both get the inputs of the recipe's data."
-        ) from error
+        ) from None
     taps = LayerTaps(student, tuple(lessons.hidden))
     student.eval()
     with taps.listening() as heard:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.api import recipe_of
 from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
 from shoal.errors import UsageError
 from shoal.slim.figures import evaluate, load_trained
-from shoal.slim.retraining import Given, Training, recipe_of, train_changed, trained_model
+from shoal.slim.retraining import Given, Training, train_changed, trained_model
 from shoal.storage.run_dir import read_description
 from shoal.training.evaluate import PIECE_SIZE, evaluating
 from shoal.training.run import Run, call_model

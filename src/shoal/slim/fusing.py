@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import nn
 
-from shoal.api import name_of
+from shoal.api import name_of, recipe_of
 from shoal.errors import UsageError, nearest
 from shoal.slim import merging
 from shoal.slim.ensembles import Ensemble, choose_shares, load_members, train_stack
@@ -36,7 +36,7 @@ from shoal.slim.figures import (
     num_bytes_of,
 )
 from shoal.slim.results import new_place, write_program, write_weights
-from shoal.slim.retraining import Given, Training, recipe_of
+from shoal.slim.retraining import Given, Training
 from shoal.slim.statistics import refresh_statistics
 from shoal.training.goal import Goal
 from shoal.training.load import load

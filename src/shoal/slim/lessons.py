@@ -87,9 +87,9 @@ class LayerTaps:
     """Hears what layers of a model give, by their names."""
 
     def __init__(self, model: nn.Module, names: tuple[str, ...]):
-        known = dict(model.named_modules())
+        known = {name: layer for name, layer in model.named_modules() if name}
         for name in names:
-            if name not in known or not name:
+            if name not in known:
                 raise UsageError(
                     f"{type(model).__name__} has no layer {name!r}. {nearest(name, known)}"
                 )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.api import name_of
+from shoal.api import name_of, recipe_of
 from shoal.errors import UsageError, nearest
 from shoal.slim import masks
 from shoal.slim.figures import (
@@ -37,7 +37,6 @@ from shoal.slim.retraining import (
     ChangedModel,
     Given,
     Training,
-    recipe_of,
     train_changed,
     trained_model,
 )

@@ -17,8 +17,7 @@ in full precision.
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.api import recipe_of
 from shoal.errors import UsageError, nearest, require
 from shoal.formats.huggingface import SINGLE
 from shoal.formats.new_output import new_directory, new_files
@@ -44,13 +44,12 @@ from shoal.slim.retraining import (
     ChangedModel,
     Given,
     Training,
-    recipe_of,
     train_changed,
     trained_model,
 )
 from shoal.slim.statistics import call_on_samples
 from shoal.storage.files import follow_umask
-from shoal.training.load import load
+from shoal.training.load import load, without_bars
 from shoal.training.run import Run
 
 FORMS = ("int8", "int4", "dynamic-int8", "static-int8", "qat-int8")
@@ -280,23 +279,10 @@ def _write(run: Run, model: nn.Module, to: str, place: Path, scales: Scales | No
     return Written(load(place, run), why)
 
 
-@contextmanager
-def _without_bars(transformers: Any) -> Iterator[None]:
-    """Without the progress bars of transformers, between which a table would be lost."""
-    logging = transformers.utils.logging
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows:
-            logging.enable_progress_bar()
-
-
 def _write_pretrained(model: Any, to: str, place: Path) -> None:
     """Let transformers quantise and write it, since it must know how when it loads it."""
     transformers = require("transformers", extra="transformers")
-    with new_directory(place) as folder, _without_bars(transformers):
+    with new_directory(place) as folder, without_bars(transformers):
         plain = folder / "plain"
         model.save_pretrained(plain)
         again = type(model).from_pretrained(

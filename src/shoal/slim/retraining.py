@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.api import name_of, train_recipe
+from shoal.api import recipe_of, train_recipe
 from shoal.errors import UsageError
 from shoal.events.events import OnEvent
 from shoal.formats.exported_program import load_weights
@@ -19,7 +19,6 @@ from shoal.formats.open_weights import open_weights
 from shoal.formats.weights import ModelWeights
 from shoal.launch.outcome import Outcome
 from shoal.launch.train import Options
-from shoal.training.options import Recipe
 from shoal.training.run import Run
 
 Given = str | Run | Callable[..., Run]
@@ -46,7 +45,7 @@ def train_changed(
     given: Given, settings: Mapping[str, Any], change: Callable[[Run], Run], training: Training
 ) -> Outcome:
     """Train what `change` makes of a recipe's Run, to its last step."""
-    recipe = recipe_of(given, settings, change)
+    recipe = recipe_of(given, settings, change=change)
     options = Options(plan=training.plan, resume=training.resume)
     if training.done is not None:
         return training.done
@@ -57,15 +56,6 @@ def train_changed(
             f"make the same call with Training(run_dir={str(outcome.run_dir)!r}, resume=True)."
         )
     return outcome
-
-
-def recipe_of(
-    given: Given, settings: Mapping[str, Any], change: Callable[[Run], Run] | None = None
-) -> Recipe:
-    """A recipe as a run is asked for by it."""
-    name, is_named = name_of(given)
-    texts = {key: str(value) for key, value in settings.items()}
-    return Recipe(name, lambda: (given, ()), texts, is_named and change is None, change)
 
 
 class ChangedModel:

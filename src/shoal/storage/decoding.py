@@ -7,12 +7,13 @@ this module, so that each of these is one sentence with the name of what was rea
 Not for code that works on decoded values: an error there is a defect, and should look like one.
 """
 
+import hashlib
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -57,6 +58,40 @@ def try_decode_json(content: bytes, kind: type[T]) -> T | None:
         return msgspec.json.decode(content, type=kind)
     except PARSE_ERRORS:
         return None
+
+
+class FormatHeader(msgspec.Struct):
+    """What must be understood of a described file before the rest is."""
+
+    format: str = ""
+    version: int = 0
+
+
+class SealedFile(NamedTuple):
+    """JSON that says its format and version, beside a file with its SHA-256."""
+
+    name: str
+    seal_name: str
+    format: str
+    version: int
+    error: type[ShoalError]
+
+    def seal(self, content: bytes) -> bytes:
+        """In the form that `sha256sum -c` reads."""
+        return f"{hashlib.sha256(content).hexdigest()}  {self.name}\n".encode()
+
+    def decode(self, content: bytes, sealed: bytes, kind: type[T]) -> T:
+        """Decode what matches its seal, as a `kind`."""
+        name = self.name
+        if sealed != self.seal(content):
+            raise self.error(f"{name} is not what {self.seal_name} says: one of them was changed.")
+        found = decode_json(content, FormatHeader, name, self.error)
+        if found.format != self.format:
+            raise self.error(f"{name} is of the format {found.format!r}, not {self.format!r}.")
+        if found.version != self.version:
+            why = f"{name} is of version {found.version}; this Shoal reads version {self.version}."
+            raise self.error(why)
+        return decode_json(content, kind, name, self.error)
 
 
 def encode_json(value: Any) -> bytes:

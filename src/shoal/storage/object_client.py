@@ -38,7 +38,8 @@ _PERMANENT_NAMES = {"NoCredentialsError", "PartialCredentialsError", "ProfileNot
 
 _LOOK_S = 0.05
 _HDFS_KEPT_S = 3.5
-_HDFS_LIMIT_S = (20.0, 300.0)  # of a read and a write: hdfs-native looks for a name node for ever
+_LIMIT_S = (20.0, 300.0)  # of a read, or of silence in it, and of a write
+_S3_TRIES = 2  # of a request, each time that it is made here
 _hdfs_kept: dict[int, float] = {}  # by process: until when connections to data nodes may be kept
 MIRROR = "mirror://"  # before the names of several places (`mirrors.py`)
 
@@ -94,8 +95,9 @@ def _in_each(redact: Callable[[str], str], mirror: str) -> str:
 
 
 def _redact_urls(said: str) -> str:
-    """A message of a back end with all URLs in it redacted."""
-    return re.sub(r"[a-z0-9+]+://[^\s'\"<>]+", lambda found: redact_url(found[0]), said)
+    """A message of a back end with all URLs in it redacted, and the queries of bare paths."""
+    said = re.sub(r"[a-z0-9+]+://[^\s'\"<>]+", lambda found: redact_url(found[0]), said)
+    return re.sub(r"(/[^\s?'\"<>]*)\?[^\s'\"<>]+", r"\1?...", said)
 
 
 class ObjectClient:
@@ -153,11 +155,7 @@ class ObjectClient:
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
         """A range of bytes, shorter at the object's end; FileNotFoundError if there is none."""
-        content = bytes(
-            self._request(
-                "read", path, lambda system, at: system.cat_file(at, start=start, end=stop)
-            )
-        )
+        content = self._request("read", path, lambda system, at: _range_of(system, at, start, stop))
         if len(content) > stop - start:
             raise StoreError(
                 errno.EOPNOTSUPP,
@@ -206,7 +204,7 @@ class ObjectClient:
                     return act(system, self._path(path))
                 _hdfs_kept[os.getpid()] = time.monotonic() + _HDFS_KEPT_S
                 asked = functools.partial(act, system, self._path(path))
-                limit_s = _HDFS_LIMIT_S[verb == "write"]
+                limit_s = _LIMIT_S[verb == "write"]  # it looks for a name node for ever
                 late = TimeoutError(f"no answer within {limit_s:g} s")
                 return answer_within(limit_s, asked, late)
             except UsageError:
@@ -241,13 +239,25 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     from fsspec import register_implementation
     from fsspec.core import url_to_fs
 
-    fresh = {"use_listings_cache": False, "skip_instance_cache": True}
-    if url.startswith("hdfs://"):
+    scheme = url.partition("://")[0]
+    fresh: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if scheme in ("s3", "s3a"):  # botocore would repeat what s3fs repeats, and it what is here
+        fresh["config_kwargs"] = {"retries": {"max_attempts": 0}}
+    if scheme in ("http", "https"):
+        timeouts = require("aiohttp", "s3").ClientTimeout
+        fresh["client_kwargs"] = {
+            "timeout": timeouts(sock_connect=_LIMIT_S[0], sock_read=_LIMIT_S[0])
+        }
+    if scheme == "hdfs":
         _wait_after_fork()
         # fsspec's own needs Hadoop's native library and a Java machine in this process.
         register_implementation("hdfs", "hdfs_native.fsspec.HdfsFileSystem", clobber=True)
         del fresh["use_listings_cache"]  # it takes settings of Hadoop alone, and keeps no listings
     system, root = url_to_fs(url, **fresh | options)
+    if scheme == "webhdfs":  # whose requests would wait for ever
+        system.session.request = functools.partial(system.session.request, timeout=_LIMIT_S[0])
+    if scheme in ("s3", "s3a"):
+        system.retries = _S3_TRIES
     return system, str(root)
 
 
@@ -275,6 +285,18 @@ def answer_within(
     if not answer.done():
         raise late
     return answer.result()
+
+
+def _range_of(system: Any, path: str, start: int, stop: int) -> bytes:
+    try:
+        return bytes(system.cat_file(path, start=start, end=stop))
+    except BaseException as error:  # behind the end of a file that shrank most give nothing
+        answer = getattr(error.__cause__, "response", None)  # of S3
+        code = answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
+        is_behind = getattr(error, "status", code) in (416, "416", "InvalidRange")
+        if not is_behind and type(error).__name__ != "PanicException":  # of hdfs-native
+            raise
+        return b""
 
 
 def _wait_after_fork() -> None:

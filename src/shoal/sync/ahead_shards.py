@@ -42,6 +42,12 @@ class AheadShards:
         start = segment.place - self._buffers[number].cuts[self._rank]
         return self._own[number][start : start + segment.length]
 
+    def follow(self, number: int, segment: FlatSegment) -> None:
+        """What is frozen moves no further."""
+        if number in self._own:
+            flat = self._flats[number]
+            self.run(number, segment).copy_(flat[segment.place : segment.place + segment.length])
+
     def gather(self, group: Group, number: int) -> CompressedGather:
         """Begin to hand the changes of a buffer round. Every rank must call it."""
         flat, cuts = self._flats[number], self._buffers[number].cuts

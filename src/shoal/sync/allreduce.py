@@ -113,7 +113,8 @@ class AllReduce(LockstepStrategy):
             self.buckets = GradientBuckets(self.parameters, buckets, num_rows, self._start)
             if self.packing is not None:
                 momenta = corrected_momenta(codec, optimizer)
-                self._corrects = bool(momenta)
+                packed = {self.parameters[i] for b in assigned if b.starts for i in b.indices}
+                self._corrected = packed if momenta else set()
                 self.packing.attach(mesh.data, list(self.named.items()), holding, assigned, momenta)
         if mesh.is_cut:
             first = mesh.data.rank == 0  # of the replicas, whose gradients are the same
@@ -257,7 +258,8 @@ class AllReduce(LockstepStrategy):
         return found
 
     def _step(self) -> None:
-        with without_momentum(self.attached.optimizer) if self._corrects else _NOTHING:
+        optimizer, corrected = self.attached.optimizer, self._corrected
+        with without_momentum(optimizer, corrected) if corrected else _NOTHING:
             self.attached.step()
 
     def _take_own_sums(self) -> None:

@@ -60,14 +60,15 @@ class Consistency:
     """Of one rank. With `most_slices` 0 nothing is looked at.
 
     `watch` comes first and for each new mesh; then, for each step: `begin`, `digest`, `verify`,
-    and `end` when it was made, then `release`. `check` is for a state at rest. Every rank must call
-    `verify` and `check`, and as often.
+    and `end` when it was made, then `release`. `check` is for a state at rest, `leave` for a group
+    that is lost. Every rank must call `verify` and `check`, and as often.
     """
 
     def __init__(self, most_slices: int, emit: Callable[[Event], None]):
         self.most_slices, self._emit = most_slices, emit
         self._repairs: Counter[int] = Counter()  # by rank
         self._repaired_at = -1  # the last step after which that was
+        self._guards = False
 
     def watch(self, strategy: Strategy, mesh: Mesh) -> None:
         """Watch the state of this strategy from now on. Never communicates."""
@@ -110,20 +111,30 @@ class Consistency:
         if self._guards:
             self._weights.refresh()  # some models write to their own weights in their forward
             self._check_changes(step)
-        if not self._compares or not any(digests):
-            return False
-        if all(_are_alike(digests, line) for line in self._lines):
-            self._alike_after.append(step)
-            return False
-        differs = not _are_alike(digests, self._own_line)
-        is_repaired = self._resolve(step, differs, at_rest=False)
-        return is_repaired and self._strategy.in_lockstep
+        if self._compares and any(digests):
+            if not all(_are_alike(digests, line) for line in self._lines):
+                differs = not _are_alike(digests, self._own_line)
+                is_repaired = self._resolve(step, differs, at_rest=False)
+                if is_repaired and self._strategy.in_lockstep:
+                    return True
+            else:
+                self._alike_after.append(step)
+        if self._guards:  # the update writes
+            self._state.forget()
+            self._weights.forget()
+        return False
+
+    def leave(self, step: int) -> None:
+        """A group is lost, and what this rank holds after `step` is taken along."""
+        if self._guards:
+            self._state.refresh()
+            self._weights.refresh()
+            self._check_changes(step)
 
     def end(self, step: int, meets: bool) -> None:
         """The step is made; if it `meets`, the whole state may be looked at."""
         if self._guards:
             self._state.note(self._inventory.own_state(), step)
-            self._weights.forget()
             if meets:
                 self._weights.note(self._inventory.own_weights, step)
 
@@ -134,10 +145,7 @@ class Consistency:
 
     def check(self, step: int) -> None:
         """All of the state after `step`, before it is saved or given away."""
-        if self._guards:
-            self._state.refresh()
-            self._weights.refresh()
-            self._check_changes(step)
+        self.leave(step)
         if self._compares:
             wait_for_parameters(self._strategy)
             self._resolve(step, True, at_rest=True)

@@ -44,7 +44,7 @@ class TensorListing(NamedTuple):
 
     @classmethod
     def of(cls, named: Iterable[NamedTensor]) -> "TensorListing":
-        found = [(tensor, name) for tensor, name in named if _is_readable(tensor)]
+        found = [(tensor, name) for tensor, name in named if is_readable(tensor)]
         return cls([tensor for tensor, _ in found], [".".join(name) for _, name in found])
 
 
@@ -119,7 +119,7 @@ class DigestReader:
         return self._memory[number] or _bytes_of(self._tensors[number])
 
 
-def _is_readable(tensor: Tensor) -> bool:
+def is_readable(tensor: Tensor) -> bool:
     """Whether it has bytes of its own: not what is sparse, a stand-in, or of a class of its own."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or not tensor.numel():
         return False

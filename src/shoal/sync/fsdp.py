@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.mesh import Mesh
 from shoal.numerics.norms import num_blocks
 from shoal.numerics.optimizers import ParameterPart, swap_parameters
+from shoal.parallel.fsdp import compare_orders
 from shoal.parallel.layout import WHOLE, LocalLayout, Slice, slices
 from shoal.sync.costs import (
+    DOUBLE,
     Amount,
     Message,
     StepCosts,
@@ -74,6 +76,7 @@ class FullySharded(LockstepStrategy):
         return self._around
 
     def exchange(self, local: LocalStep, want_norm: bool) -> GlobalStep:
+        compare_orders(self.attached.model)
         # FSDP2 gives a gradient of zeros to what no piece used, which must not decay for that.
         own = [
             p in self._touched if isinstance(p, DTensor) else p.grad is not None
@@ -169,6 +172,7 @@ def _sent(layout: RankLayout) -> list[Message]:
     return [
         Message("parameters", "data", "all-gather", *_times(pieces, [*units_sent, *again], n)),
         Message("gradients", "data", "reduce-scatter", *_times(pieces, units_sent, n)),
+        all_reduce_message("order of blocks", "data", [2 * n * DOUBLE], layout),
         all_reduce_message("gradients left whole", "data", kinds, layout),
     ]
 

@@ -156,7 +156,7 @@ class BucketState:
             return row.float(), None
         residual, velocity = self.staged or (self.kept.residual, self.kept.velocity)
         if scale == 1.0 and velocity is None:
-            return row + residual, None
+            return row.float() + residual, None
         flat = row.float() / scale
         if velocity is not None:
             velocity = velocity.clone()
@@ -260,9 +260,17 @@ class GradientPacking:
             self.buckets[number].join_group(group, own_cuts, keeps)
 
     def begin(self) -> None:
-        """A new attempt at a step: of an earlier one nothing stays."""
+        """A new attempt at a step: of an earlier one nothing stays; nor of what is frozen now,
+        which else would be stepped on."""
         for own in self.buckets.values():
             own.staged = own.sum = own.low_rank = None
+            frozen = [i for i in own.bucket.indices if not self._named[i][1].requires_grad]
+            if frozen and own.kept is not None:
+                unsent = [part for _, flat in _kinds(own) for part in own.views(flat)]
+                unsent += [(index, part) for index, _, part in own.owed_runs()]
+                for index, part in unsent:
+                    if index in frozen:
+                        part.zero_()
 
     def sum(self, number: int, row: Tensor) -> CompressedSum | LowRankSum:
         """Begin to sum the gradients of a bucket over all ranks."""

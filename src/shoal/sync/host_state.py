@@ -37,6 +37,7 @@ from shoal.numerics.fused_steps import (
     why_not_in_runs,
 )
 from shoal.numerics.reserved import ReservedParameter
+from shoal.numerics.storage_address import storage_address
 from shoal.parallel.layout import LocalLayout, Slice, slices_of_run
 from shoal.parallel.zero_layout import FlatBuffer, lay_out_buffers
 from shoal.sync.digests import NamedTensor
@@ -153,9 +154,9 @@ def why_apart(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for _, p in trained if p.numel())
     if any(end > start for (_, end), (start, _) in pairwise(spans)):
         return "parameters are views of one another"
-    trained_in = {p.untyped_storage().data_ptr() for _, p in trained if p.numel()}
+    trained_in = {storage_address(p) for _, p in trained if p.numel()}
     for name, other in (*model.named_parameters(), *model.named_buffers()):
-        is_view = other.numel() and other.untyped_storage().data_ptr() in trained_in
+        is_view = other.numel() and storage_address(other) in trained_in
         if is_view and not other.requires_grad:
             return f"{name} is a view of a parameter that is trained"
     return why_not_in_runs(optimizer)
@@ -266,6 +267,13 @@ class HostState:
             for slot, key in enumerate(self._keys(s.parameter)):
                 yield self._own(1 + slot, s), ("optimizer", name, key)
 
+    def counts(self) -> Iterator[NamedTensor]:
+        """Of steps: each rank keeps its own, and all are alike."""
+        for group, (name, p) in zip(self.groups, self._named, strict=True):
+            state = self._optimizer.state.get(p)
+            if group is not None and group.counts and state:
+                yield count_of(state), ("optimizer", name, "step")
+
     def _keys(self, number: int) -> tuple[str, ...]:
         """Of a parameter's state."""
         group = self.groups[number]
@@ -276,6 +284,8 @@ class HostState:
         return self.rows[row][segment.place : segment.place + segment.length].data
 
     def _view(self, row: int, number: int) -> Tensor:
+        """Of a whole parameter. Optimizer state takes its `data`: a save that finds the version of
+        a tensor changed refuses it, and gradients are written to the same memory."""
         p, place = self._named[number][1], self._places[number]
         return self.rows[row][place : place + p.numel()].view(p.shape)
 
@@ -302,7 +312,7 @@ class HostState:
             state = self._optimizer.state.get(p, {})
             for slot, key in enumerate(self._keys(i)):
                 if state.get(key) is not None:
-                    state[key] = self._view(1 + slot, i)
+                    state[key] = self._view(1 + slot, i).data
 
     @torch.no_grad()
     def give_back(self) -> None:
@@ -361,7 +371,7 @@ class HostState:
             is_first[i] = bool(missing) and not group.counts
             for slot, key in enumerate(group.keys):
                 if key in missing:
-                    state[key] = self._view(1 + slot, i)
+                    state[key] = self._view(1 + slot, i).data
         if counted := [count for count in counts if count is not None]:
             torch._foreach_add_(counted, 1)
         return counts, is_first

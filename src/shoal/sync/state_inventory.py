@@ -2,7 +2,7 @@
 
     plan                  alike on all replicas                       held once
     data                  parameters, buffers, optimizer state
-    data, in one memory   buffers                                     each rank's share of the rest
+    data, in one memory   buffers, counts of steps                    each rank's share of the rest
     zero=1, 2             parameters, buffers                         optimizer state
     zero=3                what FSDP2 left whole, buffers              shards, and their state
     servers, in lockstep  the workers' parameters, buffers            on servers (`server/shard.py`)
@@ -119,8 +119,10 @@ class StateInventory:
         if self._is_served or is_offloaded(self._attached.optimizer):
             return  # servers have it, or files
         if self._host is not None:
-            # Weights with it: nothing of the recipe writes to them between two updates.
-            yield from () if shared else (*self._host.own_parameters(), *self._host.own_state())
+            if shared:
+                yield from self._host.counts()
+            else:  # weights with it: nothing of the recipe writes to them between two updates
+                yield from (*self._host.own_parameters(), *self._host.own_state())
             return
         steps_on_parts = isinstance(self._strategy, ZeroSharded)
         state = self._attached.optimizer.state

@@ -312,9 +312,16 @@ class ZeroSharded(LockstepStrategy):
         for s, stepped in self._stepped.items():
             used = self.touched[s.parameter]
             stepped.grad = self._gradient(s).view(stepped.shape) if used else None
-        with without_momentum(self.attached.optimizer) if self._momenta else nullcontext():
+        optimizer, packed = self.attached.optimizer, set[nn.Parameter]()
+        if self._momenta and self._active is not None:
+            numbers = {i for b in self.flat_buffers if b.is_packed for i in b.indices}
+            packed = {p for s, p in self._stepped.items() if s.parameter in numbers}
+        with without_momentum(optimizer, packed) if packed else nullcontext():
             self.attached.step()
         with torch.no_grad():
+            for s in self._stepped:
+                if not self.parameters[s.parameter].requires_grad:
+                    self._ahead.follow(self._buffer_of[s.parameter], s)
             for arrival in [self._hand_round(k) for k in range(len(self.flat_buffers))]:
                 arrival.wait()
 

@@ -1,6 +1,6 @@
 """A monotonic clock that stands still while its process does.
 
-A machine that slept, or a process that was stopped, finds that it has heard of nobody for a long
+A machine that slept, or a process that was stopped, finds that it has heard of no one for a long
 time. That is its own silence and not theirs, so the time that no turn of its loop has seen does not
 count towards anybody's limit. Cost: the loss of others is noticed later by as long.
 """

@@ -4,10 +4,12 @@ Made once, in the process that forks the ranks, so a host holds the whole model 
 ranks it has, and a plan that does not suit the model is refused before any of them starts.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +21,7 @@ from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
 from shoal.numerics.precision import PrecisionSchedule
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel.apply import Survey, survey
+from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.parallel.recompute import blocks_to_recompute
 from shoal.parallel.striping import EmbeddingModule, tables_of
 from shoal.plans.keys import AUTO
@@ -27,7 +30,7 @@ from shoal.plans.plan import Plan
 from shoal.plans.resize import RunSize, with_size
 from shoal.sync.outer import averaged_parameters
 from shoal.training.callbacks import has_callbacks
-from shoal.training.diagnostics import refuse_writes, written_in_forward
+from shoal.training.diagnostics import NotedParameter, refuse_writes, written_in_forward
 from shoal.training.run import Run, call_model, make_batches
 
 # In torch's words: a gradient was asked for in a forward that is run without them.
@@ -51,7 +54,7 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
 
     def forward(inputs: Any) -> Any:
         precision = PrecisionSchedule.parse(plan.precision).lowest
-        with refuse_writes(model, plan), precision.autocast("cpu"):
+        with refuse_writes(model, plan, looks_inside=False), precision.autocast("cpu"):
             try:
                 return call_model(model, inputs)
             except RuntimeError as error:
@@ -62,9 +65,24 @@ def build_model(run: Run, plan: Plan) -> BuiltModel:
     places = _examples(batches, plan) if plan.cuts_model else []
     # Loaded before a forward is watched: a collate may run a model of its own.
     forwards = [partial(forward, batches.at(at).piece(piece).inputs) for at, piece in places]
+    # What looks at functions in a forward is not to see this.
+    noted = {n: NotedParameter.of(p) for n, p in model.named_parameters()} if forwards else {}
     found = survey(model, plan, forwards, seeds, run.cuts)
+    _refuse_codec_of_shared(plan, found)
+    _undo_writes(run, plan, noted)
     batches.close()  # a stream may have threads, and ranks are forked from here
     return BuiltModel(model, seeds, found)
+
+
+def _undo_writes(run: Run, plan: Plan, noted: Mapping[str, NotedParameter]) -> None:
+    """Give parameters that forwards have written to since their first values again."""
+    written = [name for name, known in noted.items() if known.is_changed()]
+    if written and plan.num_replicas > 1:
+        raise written_in_forward(written[0], plan)
+    first = dict(run.make_model().named_parameters()) if written else {}
+    with torch.no_grad():
+        for name in written:
+            noted[name].parameter.copy_(first[name])
 
 
 def refuse_unfit(run: Run, plan: Plan, model: nn.Module) -> None:
@@ -113,6 +131,19 @@ def _refuse_complex(plan: Plan, model: nn.Module) -> None:
             raise PlanError(
                 f"{names[0]} is complex, and {key}={getattr(plan, key)} {why}. Leave out {key}, or "
                 "train real and imaginary parts as two parameters."
+            )
+
+
+def _refuse_codec_of_shared(plan: Plan, found: Survey) -> None:
+    """A parameter that several stages use is on the servers of each, which pack in other blocks."""
+    if plan.sync != "server" or plan.codec == "none" or found.stages is None:
+        return
+    for name, stages in found.stages.holders.items():
+        if len({rank_of_stage(s, plan.pipeline, plan.schedule) for s in stages}) > 1:
+            raise PlanError(
+                f"codec={plan.codec} does not go with pipeline={plan.pipeline} and sync=server "
+                f"here: stages on several ranks share {name}, and the servers of each would round "
+                "it in another way. Leave one of the three out."
             )
 
 

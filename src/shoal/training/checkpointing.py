@@ -209,6 +209,18 @@ class Checkpointer:
         """Until the state may change."""
         self._saver.await_copy()
 
+    def save_now(self, trainer: "Trainer") -> None:
+        """Save the last step, since somebody asked for it. Every rank must call it."""
+        self.finish(trainer)
+        problem = "its model cannot be held in a checkpoint"
+        if not self._holds_nothing:
+            if self.saved_step_of(trainer.mesh.world) == trainer.step:
+                return
+            self._look_once(trainer)
+            problem = problem if self._holds_nothing else self.save(trainer)
+        if problem:
+            self._emit(SaveSkippedEvent(step=trainer.step, why=problem))
+
     def at_end(self, trainer: "Trainer") -> None:
         """See to it that the state as it is now is saved. Every rank must call it."""
         world, step = trainer.mesh.world, trainer.step
@@ -444,6 +456,9 @@ class NoCheckpoints:
     def after_step(self, trainer: "Trainer", info: StepInfo) -> bool:
         """Nothing is due."""
         return False
+
+    def save_now(self, trainer: "Trainer") -> None:
+        """Nothing is kept."""
 
     def await_copy(self) -> None:
         """Nothing is being copied."""

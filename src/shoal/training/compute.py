@@ -104,7 +104,7 @@ class PieceRunner:
             tally.weights.append(0.0)
             return
         self.seeds.enter(batch.step, index, phase.number)
-        with self.watching(phase) as around_forward:
+        with self.watching(batch, phase) as around_forward:
             with TRACER.span("forward"), around_forward, self.arithmetic():
                 goal = self._goal(phase, piece)
             named = [p for name in phase.of for p in self._parameters[name]]
@@ -114,11 +114,14 @@ class PieceRunner:
         self.watched.add(phase.name)
         tally.add(goal.tensor.detach(), goal.weight, goal.is_mean, goal.parts)
 
-    def watching(self, phase: Phase) -> AbstractContextManager[AbstractContextManager[None]]:
+    def watching(
+        self, batch: Batch, phase: Phase
+    ) -> AbstractContextManager[AbstractContextManager[None]]:
         """Around each of a rank's pieces: the first one of each phase is watched."""
         if phase.name in self.watched:
             return _AS_IT_IS
-        return watch_first_piece(self.spread.model, self.plan)
+        is_new = not batch.step and not self.watched
+        return watch_first_piece(self.spread.model, self.plan, is_new)
 
     def _goal(self, phase: Phase, piece: Piece) -> Objective:
         if phase.loss is None:
@@ -180,7 +183,7 @@ class _PiecesInPipeline(PipelineHooks):
             return goal.tensor * runner.start(goal, pieces[microbatch], num_samples)
 
         assert runner.spread.pipeline is not None
-        with runner.watching(PLAIN):
+        with runner.watching(batch, PLAIN):
             runner.spread.pipeline.run([piece.inputs for piece in pieces], loss)
         runner.watched.add(PLAIN.name)
         for microbatch in sorted(goals):

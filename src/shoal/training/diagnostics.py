@@ -8,10 +8,11 @@ writes to, and parameters read where `zero=3` holds a shard of them. Cost: nothi
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +26,7 @@ from shoal.errors import NotFinite, PlanError, RecipeError
 from shoal.numerics.compiled import compiled_in
 from shoal.numerics.reserved import ReservedParameter, touched_rows
 from shoal.plans.plan import Plan
+from shoal.sync.digests import DigestReader, is_readable
 from shoal.sync.server.combining import combine_losses
 from shoal.sync.strategy import GlobalStep
 
@@ -136,45 +138,97 @@ def no_weight_error(step: int, is_share: bool = False) -> RecipeError:
 
 def written_in_forward(name: str, plan: Plan) -> PlanError:
     return PlanError(
-        f"The forward writes to its parameter {name} (an embedding with max_norm does), and this "
-        f"plan makes {plan.num_pieces} pieces of a step: each would see what others wrote, or not, "
-        "by who computes it. Only the optimizer may change parameters. Use a plan with one piece "
-        "(data=1), leave max_norm out, or scale what is looked up in the forward."
+        f"The forward writes to its parameter {name} (an embedding with max_norm does, and a layer "
+        f"that limits its weight), and this plan makes {plan.num_pieces} pieces of a step: each "
+        "would see what others wrote, or not, by who computes it. Only the optimizer may change "
+        "parameters. Use a plan with one piece (data=1), leave max_norm out, or let the forward "
+        "compute with a changed copy of the parameter."
     )
 
 
 @contextmanager
-def refuse_writes(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Around a forward: refuse one that writes to parameters, if a step makes several of them."""
+def refuse_writes(model: nn.Module, plan: Plan, looks_inside: bool = True) -> Iterator[None]:
+    """Around a forward: refuse one that writes to parameters, if a step makes several of them.
+
+    Versions do not count what is written to `.data`: if this `looks_inside`, bytes are compared,
+    and nothing else may write meanwhile. Under `zero=3` parameters are whole while FSDP2 has
+    gathered them for their block.
+    """
     if plan.num_pieces == 1:
         yield
         return
-    seen: dict[int, tuple[str, Tensor, int]] = {}
     names = {module: name for name, module in model.named_modules()}
+    noted: dict[tuple[nn.Module, str, bool], NotedParameter] = {}
 
-    def note(module: nn.Module, _: Any) -> None:
-        """Once FSDP2 has put whole parameters in the place of shards."""
-        for name, p in module._parameters.items():
-            if p is not None:
-                seen.setdefault(id(p), (f"{names[module]}.{name}".lstrip("."), p, p._version))
+    def note(module: nn.Module, *_: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for place, p in _parameters_in(module):
+                known = noted.get(place)
+                if known is None or (is_sharded and known.parameter is not p):
+                    noted[place] = NotedParameter.of(p, looks_inside)
 
-    for module in names:
-        note(module, None)
-    looks = names if plan.zero == 3 and not any(compiled_in(model)) else ()
-    handles = [module.register_forward_pre_hook(note) for module in looks]
+    def check(module: nn.Module, *_: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            for (inner, name, is_shard), known in noted.items():
+                now = inner._parameters[name]
+                if is_shard or now is known.parameter:
+                    is_written = known.is_changed(looks_inside)
+                else:  # but for a shard that stands there again
+                    is_written = not (is_sharded and isinstance(now, DTensor))
+                if is_written:
+                    raise written_in_forward(f"{names[inner]}.{name}".lstrip("."), plan)
+            if isinstance(module, FSDPModule):  # lets go of what it gathered, and may gather again
+                for place in dict(_parameters_in(module)):
+                    noted.pop(place, None)
+
+    is_sharded, handles = plan.zero == 3, list[Any]()
+    note(model)
+    if is_sharded and not any(compiled_in(model)):
+        for module in names:  # once FSDP2 has gathered, and before it lets go
+            handles.append(module.register_forward_pre_hook(note))
+            handles.append(module.register_forward_hook(check, prepend=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    for name, p, version in seen.values():
-        if p._version != version:
-            raise written_in_forward(name, plan)
+    check(model)
+
+
+def _parameters_in(
+    module: nn.Module,
+) -> Iterator[tuple[tuple[nn.Module, str, bool], nn.Parameter]]:
+    """Each by its place, and whether it is a shard."""
+    for inner in module.modules():
+        for name, p in inner._parameters.items():
+            if p is not None:
+                yield (inner, name, isinstance(p, DTensor)), p
+
+
+class NotedParameter(NamedTuple):
+    """A parameter and its contents, to see whether they change. Cost: its bytes are read."""
+
+    parameter: nn.Parameter
+    version: int
+    address: int
+    digest: int | None
+
+    @classmethod
+    def of(cls, p: nn.Parameter, looks_inside: bool = True) -> "NotedParameter":
+        if isinstance(p, ReservedParameter) or not (looks_inside and is_readable(p)):
+            return cls(p, p._version, 0, None)
+        return cls(p, p._version, p.data_ptr(), DigestReader().digests([p])[0])
+
+    def is_changed(self, looks_inside: bool = True) -> bool:
+        return self.of(self.parameter, looks_inside)[1:] != self[1:]
 
 
 @contextmanager
-def watch_first_piece(model: nn.Module, plan: Plan) -> Iterator[AbstractContextManager[None]]:
-    """Around a rank's first piece, and, with what it gives, around its forward.
+def watch_first_piece(
+    model: nn.Module, plan: Plan, is_new: bool
+) -> Iterator[AbstractContextManager[None]]:
+    """Around a rank's first piece, and, with what it gives, around its forward. If the run
+    `is_new`, no parameters are on their way here.
 
     What breaks there in torch's words, for a reason that is the plan's, is said in ours.
     """
@@ -182,7 +236,7 @@ def watch_first_piece(model: nn.Module, plan: Plan) -> Iterator[AbstractContextM
 
     @contextmanager
     def around_forward() -> Iterator[None]:
-        unwritten = nullcontext() if plan.cuts_model else refuse_writes(model, plan)
+        unwritten = nullcontext() if plan.cuts_model else refuse_writes(model, plan, is_new)
         with unwritten, reads if plan.zero == 3 else nullcontext():
             yield
 

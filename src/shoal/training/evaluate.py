@@ -19,7 +19,7 @@ from shoal.data.sources import stream_of
 from shoal.data.split import share
 from shoal.data.transforms.quarantine import quarantine_files
 from shoal.errors import GroupLost, RecipeError, UsageError
-from shoal.parallel.fsdp import held_parameters
+from shoal.parallel.fsdp import compare_orders, held_parameters
 from shoal.plans.plan import Plan
 from shoal.sync.named_parts import LossPart, gather_all_parts, means, pack_parts
 from shoal.system.processes import WORK
@@ -107,6 +107,7 @@ def measure(run: Run, runner: Evaluator, source: Any, mesh: Mesh) -> dict[str, f
             for column, (name, metric) in enumerate(run.metrics.items(), start=first):
                 answer = metric(output, piece.target)
                 table[index, column] = _sum_and_weight(name, answer, piece.num_samples)
+    compare_orders(runner.model)
     table = mesh.world.merge(table)
     named = means(gather_all_parts(mesh.world, pack_parts(parts)))
     if not table[:, -1].any():

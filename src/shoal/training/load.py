@@ -143,6 +143,19 @@ def _load_by_itself(path: "PathOrUrl") -> nn.Module:
     )
 
 
+@contextmanager
+def without_bars(transformers: Any) -> Iterator[None]:
+    """Without the progress bars of transformers, between which words would be lost."""
+    logging = transformers.utils.logging
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shows:
+            logging.enable_progress_bar()
+
+
 def _load_huggingface(path: Path) -> nn.Module:
     transformers = require("transformers", extra="transformers")
     try:
@@ -157,9 +170,10 @@ def _load_huggingface(path: Path) -> nn.Module:
                 f"{path} is a {name}, which is no model of transformers, and its own code is not "
                 'run. Name a recipe that makes it: shoal.load(path, "file.py:function").'
             )
-        model, found = kind.from_pretrained(
-            path, use_safetensors=True, output_loading_info=True, **given
-        )
+        with without_bars(transformers):
+            model, found = kind.from_pretrained(
+                path, use_safetensors=True, output_loading_info=True, **given
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise UsageError(f"{path} cannot be loaded by transformers: {error}") from error
     if found["missing_keys"]:

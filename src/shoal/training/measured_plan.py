@@ -3,7 +3,7 @@
 The first step is rehearsed: computed and exchanged as it will be, and not made, as a step that a
 lost rank ends is not. First without a codec and with usual buckets; then with what the link and the
 packing say may be faster (`plans/measured.py`, which decides). Ranks gather each other's figures,
-so all decide alike. Whoever joins a group later is told.
+so all decide alike. A rank that joins a group later is told.
 
 Cost: four computations of a step for each choice that is tried, one where steps take seconds; a few
 messages, a megabyte each. Not for a step of the recipe's own, which updates before it is over.

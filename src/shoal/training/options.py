@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import msgspec
 
+from shoal.checkpoint.retention import RetentionPolicy
 from shoal.errors import UsageError
+from shoal.events.tracing import parse_steps
+from shoal.events.trackers import parse_trackers
+from shoal.plans.plan import Plan
 
 if TYPE_CHECKING:
     from shoal.training.run import Run
@@ -57,6 +61,25 @@ class StartOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     begun: dict[str, Any] | None = None  # what run.json says of a run that is resumed
     anyway: bool = False  # also if it cannot fit in memory
     spans: bool = False  # several hosts, whose first weights must be equal
+
+
+def check_start(options: StartOptions) -> None:
+    """Refuse options that make no sense, alone or together."""
+    if options.plan not in (None, AUTO):
+        Plan.parse(options.plan)
+    if options.keep is not None:
+        RetentionPolicy.parse(options.keep)
+    if (options.checkpoints or "").startswith("memory:"):
+        raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
+    parse_trackers(options.track)
+    if options.trace is not None:
+        parse_steps(options.trace)
+    if options.replay is not None and options.new_data is None:
+        raise UsageError("--replay has no effect without --new-data RUN.")
+    if options.begin_from is None:
+        for name, default in (("take", "weights"), ("partial", False)):
+            if getattr(options, name) != default:
+                raise UsageError(f"--{name} has no effect without --from SOURCE.")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class RankProgress(msgspec.Struct):
     evaluations: list[Metrics] = []  # since that step, in the order they were asked for
     past_evaluations: tuple[int, list[Metrics]] = (0, [])  # the last step that has some, and those
     stopped: bool = False  # after this step, for good
-    pauses: bool = False  # after this step, until there is a group of another size
+    pauses: bool = False  # after this step, to save it or for a group of another size
     ended: bool = False  # by the script's own loop, before the last step
     served: int = 0  # steps that servers had of all ranks when the group formed
     writes_record: bool = False  # this rank writes metrics.jsonl

@@ -33,11 +33,16 @@ def plan_in(plan: Plan, mesh: Mesh) -> Plan:
     return plan
 
 
-def pause_for_resize(trainer: "Trainer") -> NoReturn:
-    """Wait with the others until there is another group; StopNow if this rank has no seat in it.
+def meet(trainer: "Trainer") -> None:
+    """After a step that all have agreed on: save it, if that is what one of them was asked for;
+    else wait for another group, in which this rank may have no seat (StopNow). Who was asked for
+    both meets the others again. Every rank must call it."""
+    if not any(asked for (asked,) in trainer.mesh.world.all_gather_numbers([trainer.seat.saves])):
+        _wait_for_group(trainer)
+    trainer.checkpointer.save_now(trainer)
 
-    Every rank must call it.
-    """
+
+def _wait_for_group(trainer: "Trainer") -> NoReturn:
     trainer.checkpointer.finish(trainer)  # a save needs all who began it
     if trainer.seat.finish(meets=True):
         raise StopNow("the run goes on without this rank")

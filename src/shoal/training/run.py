@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shoal.data.batches import Batches, LoadOptions, Piece
 from shoal.data.orders import order_of
@@ -227,6 +228,12 @@ class Run:
             model = self.model()
         if not isinstance(model, nn.Module):
             raise RecipeError(f"Run.model returned a {type(model).__name__}, not an nn.Module.")
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(value):
+                raise RecipeError(
+                    f"{name} has no shape yet: its module is a lazy one. Let Run.model call the "
+                    "model once on an example, or give the sizes."
+                )
         if not any(p.requires_grad for p in model.parameters()):
             raise RecipeError("The model has no parameter that requires a gradient.")
         return model

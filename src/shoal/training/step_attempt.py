@@ -148,15 +148,18 @@ class StepAttempt:
         """What all know of a phase that they have made; None if it must be computed again."""
         trainer, batch = self._trainer, self._batch
         trainer.consistency.begin(trainer.step)
+        blocked, waited = RECORDER.blocked, RECORDER.waited
+        first_s, waited_s = blocked.seconds, waited.seconds
         started, tally = perf_counter(), LocalStep(asked=_asked(trainer))
         data_s = self._compute(phase, tally)
         faultpoint("step.computed", trainer.step)
         tally.busy_s = perf_counter() - started
+        blocked_s, waited_s = blocked.seconds - first_s, waited.seconds - waited_s
         tally.digest = trainer.consistency.digest(trainer.step)
         self._asked_in, exchange = trainer.mesh, trainer.strategy.exchange
         with TRACER.span("exchange"):
             agreed = check_agreed(exchange(tally, trainer.run.clip is not None), trainer.plan)
-        exchanged = perf_counter()
+        exchanged, second_s = perf_counter(), blocked.seconds
         faultpoint("step.exchanged", trainer.step)
         refuse_other_samples(trainer.batches.source, batch, agreed, trainer.plan)
         if trainer.consistency.verify(agreed.digests, trainer.step):
@@ -170,10 +173,13 @@ class StepAttempt:
                 raise not_finite_error(trainer.batches, batch.step, agreed, trainer.model, who)
             return None
         trainer.loss_scale.good_step()
-        compute_s = tally.busy_s - data_s + perf_counter() - exchanged
-        exchange_s = exchanged - started - tally.busy_s
+        # Forward, backward and update exchange, too: shards, stages, what servers hold.
+        blocked_s += blocked.seconds - second_s
+        compute_s = tally.busy_s - data_s + perf_counter() - exchanged - blocked_s
+        exchange_s = exchanged - started - tally.busy_s + blocked_s - waited_s
         rank, asked = trainer.mesh.rank, agreed.asked
-        self._times.append(split_times(data_s, compute_s, exchange_s, agreed.busy_s, rank))
+        times = split_times(data_s, compute_s, exchange_s, agreed.busy_s, rank)
+        self._times.append(times._replace(waiting=times.waiting + waited_s))
         self._busy.append(agreed.busy_s)
         self._asked = RankRequests(self._asked.stop or asked.stop, self._asked.meet or asked.meet)
         self._agreed = agreed
@@ -255,7 +261,7 @@ class StepAttempt:
             trainer.mesh.bytes_sent - self._sent_before,
             phases[-1].mark,
             0 if loaded is None else batch.num_samples - loaded,
-            ranks=tuple(busy_s),
+            ranks=tuple(busy_s) if trainer.strategy.in_lockstep else (),
             parts=parts,
             time=time(),
         )

@@ -44,7 +44,7 @@ from shoal.training.measured_plan import settle_plan
 from shoal.training.own_loop import CustomLoop, LoopAction
 from shoal.training.progress import RankProgress
 from shoal.training.rank_check import facts_of, refuse_unlike
-from shoal.training.resizing import pause_for_resize, plan_in
+from shoal.training.resizing import meet, plan_in
 from shoal.training.run import Run, call_model, make_batches, next_due
 from shoal.training.step_attempt import Phases, StepAttempt, begin_traced_step
 from shoal.training.sync_state import sync_state
@@ -174,7 +174,8 @@ class Trainer:
                 elif self._goes_on():
                     self._try_step()
                 elif self.progress.pauses and not self.stopped and self.step < self.num_steps:
-                    pause_for_resize(self)
+                    meet(self)
+                    self.progress.pauses = self.seat.saves = False
                 elif self._finish():
                     return
             except GroupLost as lost:
@@ -224,6 +225,7 @@ class Trainer:
 
     def regroup(self, lost: GroupLost) -> None:
         """Form the group again without leaving the process; raises if no other group comes."""
+        self.consistency.leave(self.step)
         while True:
             self.checkpointer.give_up()
             self.strategy.detach()

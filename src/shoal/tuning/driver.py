@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shoal.tuning.display import StudyDisplay
 
 POLL_S = 0.1
+SOON_S = 0.01  # while a trial is about to make its last step
 KILL_S = 10.0  # for trials to end that were killed
 
 
@@ -72,6 +73,7 @@ class TrialRun:
         self.cores: Cores = ()
         self.most_ranks = 1
         self.reports: list[TrialReport] = []
+        self._first: tuple[int, float] | None = None  # the first step that was seen, and when
         self.is_pruned = False
         self.num_losses = 0
         self._growth: threading.Thread | None = None
@@ -83,12 +85,23 @@ class TrialRun:
     def read(self) -> bool:
         """Read its record; whether there are new reports."""
         before, self.reports = len(self.reports), self._record.reports()
+        if self._first is None and self._record.last.step:
+            self._first = self._record.last.step, time.monotonic()
         return len(self.reports) != before
 
     @property
     def is_over(self) -> bool:
         """Whether it has reported on its last step."""
         return bool(self.reports) and self.reports[-1].step >= self._record.num_steps() > 0
+
+    @property
+    def ends_soon(self) -> bool:
+        """Whether it makes its last step before the next look or two, as fast as it is."""
+        if self._first is None or self.is_over:
+            return False
+        step, since_s = self._record.last.step, time.monotonic() - self._first[1]
+        made, left = step - self._first[0], self._record.num_steps() - step
+        return left * since_s < 2 * POLL_S * made
 
     def pruned(self) -> None:
         self.is_pruned = True
@@ -158,7 +171,8 @@ class Driver:
         self._asked = 0  # how many of the signals were acted on
 
     def run(self) -> int:
-        """Until enough trials are finished: 0; stopped by a signal: 75, or 128+n after a second."""
+        """Until enough trials are finished: 0; stopped by a signal, or with a trial paused: 75;
+        128+n after a second signal."""
         with self._listening():
             try:
                 while True:
@@ -178,7 +192,7 @@ class Driver:
                 self._end_all()
         if self._num_finished == self._num_drawn and not self._num_to_draw():
             return 0  # whatever was asked for meanwhile
-        return RUN_AGAIN if len(self._signals) == 1 else 128 + self._signals[-1]
+        return RUN_AGAIN if len(self._signals) < 2 else 128 + self._signals[-1]
 
     def _start_trials(self) -> None:
         """Start what fits. Values are drawn as late as can be, from all that is known by then."""
@@ -186,10 +200,11 @@ class Driver:
             return
         self._take_up_ended()
         least, most = self._facts.least_ranks, self._facts.most_ranks
-        num_free = self._options.num_parallel - len(self._running)
+        at_work = self._at_work()
+        num_free = self._options.num_parallel - len(at_work)
         num_waiting = min(len(self._waiting) + len(self._left) + self._num_to_draw(), num_free)
         requests = [CoreRequest(-1 - i, least, most) for i in range(num_waiting)]
-        held = [trial.held() for trial in self._running.values()]
+        held = [trial.held() for trial in at_work]
         plan = assign_cores(self._cores, held, requests, self._options.num_parallel)
         for cores in plan.started.values():
             self._start(self._next(), cores)
@@ -197,6 +212,13 @@ class Driver:
             if number in self._server.pids:
                 pid = self._server.pids[number]
                 self._running[number].grow(cores, pid, self._directory.run_dir(number))
+
+    def _at_work(self) -> list[TrialRun]:
+        """Those under way but for trials that have reported on their last step: while one saves and
+        ends, the next begins. Not with one at a time, which learns from all before it."""
+        found = list(self._running.values())
+        alone = self._options.num_parallel == 1
+        return found if alone else [trial for trial in found if not trial.is_over]
 
     def _num_to_draw(self) -> int:
         most = min(self._options.num_trials, self._search.most_trials())
@@ -249,7 +271,8 @@ class Driver:
 
     def _wait(self) -> None:
         """Until a trial's process has ended, or it is time to look at the records."""
-        deadline = time.monotonic() + POLL_S
+        soon = any(trial.ends_soon for trial in self._at_work())
+        deadline = time.monotonic() + (SOON_S if soon else POLL_S)
         while (left_s := deadline - time.monotonic()) > 0:
             report = self._server.next_report(timeout_s=left_s)
             if isinstance(report, WorkerExited):

@@ -74,7 +74,7 @@ class Dimension(NamedTuple):
                 f"A grid tries every value, and {self} has no end of them. Give choices, as in "
                 f"{self.name}={_shown(self.low)}|{_shown(self.high)}, or a step, as in "
                 f"{self.name}={_shown(self.low)}..{_shown(self.high)}/"
-                f"{_shown((self.high - self.low) / 4)}."
+                f"{(self.high - self.low) / 4:.1g}."
             )
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
         if self.is_int:

@@ -144,13 +144,17 @@ def _evaluates_within(run: "Run") -> bool:
 
 
 def _warm_up(run: "Run") -> None:
-    """Load what a trial would before its first step: most of it is imported when first used."""
+    """Load what a trial would until its end: most of it is imported when first used."""
     import torch.distributed.tensor  # noqa: F401
     import zmq  # noqa: F401
 
     from shoal.launch import prepare  # noqa: F401
+    from shoal.system.environment import environment
     from shoal.training.recipe import provenance
+    from shoal.ui.report import render_report
 
+    render_report([])
+    environment()
     provenance(run, {})
     run.make_optimizer(run.make_model())
 

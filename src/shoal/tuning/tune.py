@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
 
 import msgspec
 
-from shoal.api import error_of, name_of
+from shoal.api import error_of, recipe_of
 from shoal.cluster.local import NotLoaded, prepared_fork_server
 from shoal.errors import RUN_AGAIN, ShoalError, UsageError, nearest
 from shoal.launch.fresh import can_fork, fork_server_afresh
@@ -99,9 +99,7 @@ def tune(
         if option not in TuneOptions.__annotations__:
             known = nearest(option, TuneOptions.__annotations__)
             raise TypeError(f"tune() has no argument {option!r}. {known}")
-    name, is_named = name_of(run_or_recipe)
-    texts = {key: str(value) for key, value in (settings or {}).items()}
-    recipe = Recipe(name, lambda: (run_or_recipe, ()), texts, is_named)
+    recipe = recipe_of(run_or_recipe, settings)
     given = {"trials": trials, "plan": None if plan is None else str(plan), **options}
     try:
         asked = msgspec.convert(given, StudyOptions)

@@ -1,9 +1,10 @@
 """What becomes of a trial whose process has ended. Pure.
 
 A trial that made its last step is complete, if its value is a number. One that was pruned or
-stopped is what it was asked for. The recipe's own error, or input that cannot work, fails it, and
-the study goes on without it. Anything else (a signal from outside, memory that ran out, a lost
-process) is not the settings' doing: the trial is resumed from its checkpoint, a few times.
+stopped is what it was asked for; by `shoal stop`, too, which pauses one trial of a study. The
+recipe's own error, or input that cannot work, fails it, and the study goes on without it. Anything
+else (a signal from outside, memory that ran out, a lost process) is not the settings' doing: the
+trial is resumed from its checkpoint, a few times.
 """
 
 import math
@@ -52,7 +53,7 @@ def judge(
         return TrialVerdict("complete")
     if is_pruned:
         return TrialVerdict("pruned")
-    if is_stopping:
+    if is_stopping or (end is not None and end.exit_code == RUN_AGAIN and not end.is_lost):
         return TrialVerdict("pause")
     if end is not None and is_own_failure(end):
         return TrialVerdict("failed", end.cause or describe_exit(end.exit_code))

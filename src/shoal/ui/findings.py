@@ -6,12 +6,17 @@ computes. The limits below are where a sentence helps more than it distracts.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
+from shoal.errors import ShoalError
 from shoal.formatting import in_units
+from shoal.plans.plan import Plan
 from shoal.ui.records import Bottleneck, RunView, Setting, SettingsDifference, Totals
 
 LOST, DATA, WAITING, EXCHANGE = 0.3, 0.2, 0.15, 0.25  # shares
+SLOW = 1.5  # as many times as long as the middle rank, at which others are held up by it
 FEW_STEPS = 5
+FEW_BYTES = 64_000  # of a step, which any link carries at once
 LOST_S = 10.0  # outside of steps, below which it is the start that every run has
 BALANCE = "docs/techniques/balance.md"
 
@@ -24,13 +29,18 @@ def find_bottleneck(totals: Totals, plan: Mapping[str, str], num_ranks: int) -> 
             sentence=f"{totals.steps} steps are on record, too few to say what takes the time."
         )
     share = {kind: seconds / total for kind, seconds in totals.seconds.items()}
-    lost_s = totals.wall_s - total
-    if lost_s > LOST_S and lost_s > LOST * totals.wall_s:
-        return _lost(lost_s / totals.wall_s)
+    worked_s = totals.wall_s - totals.paused_s
+    lost_s = worked_s - total
+    if lost_s > LOST_S and lost_s > LOST * worked_s:
+        return _lost(lost_s / worked_s)
     if share["data"] > DATA:
         return _data(share["data"])
-    if share["waiting"] > WAITING and num_ranks > 1:
-        return _waiting(share["waiting"], totals, plan)
+    # Where ranks do not meet in each step, who runs ahead is blocked in the exchange.
+    meets = plan.get("staleness", "0") == "0" and plan.get("local_steps", "1") == "1"
+    is_held = not meets and totals.slowest_times >= SLOW
+    waiting = share["waiting"] + (share["exchange"] if is_held else 0.0)
+    if waiting > WAITING and num_ranks > 1:
+        return _waiting(waiting, totals, plan)
     if share["exchange"] > EXCHANGE and num_ranks > 1:
         return _exchange(share["exchange"], totals, plan)
     return _compute(share["compute"], plan, num_ranks)
@@ -39,8 +49,8 @@ def find_bottleneck(totals: Totals, plan: Mapping[str, str], num_ranks: int) -> 
 def _lost(share: float) -> Bottleneck:
     return Bottleneck(
         kind="lost",
-        sentence=f"{share:.0%} of the time since the run began went into no step: starts, "
-        "recoveries, evaluations, and the time between two commands.",
+        sentence=f"{share:.0%} of the time of this run went into no step: starts, recoveries, "
+        "saves and evaluations.",
         tries=[
             "Look at the incidents below for what was replaced and how long it took.",
             "Start faster: `shoal warm start` keeps torch loaded.",
@@ -65,46 +75,88 @@ def _waiting(share: float, totals: Totals, plan: Mapping[str, str]) -> Bottlenec
     slow = ""
     if totals.slowest and totals.slowest_times >= 1.1:
         slow = f"; {totals.slowest} takes {totals.slowest_times:.1f}x as long as the middle one"
+    finer = "pieces=16" if "pieces" not in plan else "more pieces"
+    moves = plan.get("sync", "allreduce") == "allreduce" and "local_steps" not in plan
     tries = [f"See what else runs on the host of {totals.slowest or 'the slow rank'}."]
-    if "local_steps" not in plan and plan.get("sync", "allreduce") == "allreduce":
-        pieces = "pieces=16" if "pieces" not in plan else "more pieces"
-        tries.insert(0, f"Cut the batch finer, so that work can move: {pieces} ({BALANCE}).")
-        tries.append("Let fast ranks run ahead: sync=server staleness=2, or local_steps=8.")
+    if plan.get("pipeline", "1") != "1":
+        tries = [
+            "More microbatches make the time shorter in which stages wait: a larger microbatches.",
+            "Stages of even cost, and another schedule: `shoal explain` shows both.",
+        ]
+    elif moves and plan.get("data") != "1":
+        tries.insert(0, f"Cut the batch finer, so that work can move: {finer} ({BALANCE}).")
+    tries += _possible(
+        plan,
+        ("sync=server staleness=2", "Let fast replicas run ahead: sync=server staleness=2."),
+        ("local_steps=8", "Agree less often: local_steps=8."),
+    )
+    whom = "another stage" if plan.get("pipeline", "1") != "1" else "the slowest of them"
     return Bottleneck(
         kind="waiting",
-        sentence=f"Ranks wait for the slowest of them {share:.0%} of the time{slow}.",
+        sentence=f"Ranks wait for {whom} {share:.0%} of the time{slow}.",
         tries=tries,
     )
 
 
 def _exchange(share: float, totals: Totals, plan: Mapping[str, str]) -> Bottleneck:
-    sent = in_units(totals.bytes_sent / totals.steps)
-    tries = []
-    if plan.get("codec", "none") == "none":
-        tries.append("Send less: codec=bf16, or codec=int8.")
-    if plan.get("local_steps", "1") == "1":
-        tries.append("Agree less often: local_steps=8.")
-    tries.append("More work between two exchanges: a larger batch_size, with accumulate=4.")
-    if plan.get("sums", "exact") == "exact":
-        tries.append("Add up in the order that is fastest: sums=ring.")
+    sent = totals.bytes_sent / totals.steps
+    told = f"Exchanging takes {share:.0%} of a step"
+    work = "More work between two exchanges: a larger batch_size, accumulate=4."
+    seldom = ("local_steps=8", "Agree less often: local_steps=8.")
+    if sent < FEW_BYTES:  # gradients go through memory: it is no link that is slow
+        few = f"{told}, of which little is sending ({in_units(sent)} a rank): ranks meet often."
+        cores = "See whether each rank has a core of its own: those that share one keep others."
+        return Bottleneck(
+            kind="exchange",
+            sentence=few,
+            tries=[cores, *_possible(plan, ("accumulate=4", work), seldom)],
+        )
     return Bottleneck(
         kind="exchange",
-        sentence=f"Exchanging takes {share:.0%} of a step; a rank sends {sent} each time.",
-        tries=tries,
+        sentence=f"{told}; a rank sends {in_units(sent)} each time.",
+        tries=_possible(
+            plan,
+            ("codec=int8", "Send less: codec=bf16, or codec=int8."),
+            seldom,
+            ("accumulate=4", work),
+            ("sums=ring", "Add up in the order that is fastest: sums=ring."),
+        )
+        or ["More work between two exchanges: a larger batch_size."],
     )
 
 
 def _compute(share: float, plan: Mapping[str, str], num_ranks: int) -> Bottleneck:
-    tries = [f"More ranks: data={2 * num_ranks}, if there are cores for them."]
-    if plan.get("precision", "fp32") == "fp32":
-        tries.append("Half precision where that is safe: precision=bf16.")
+    data = plan.get("data", "")
+    more = f"data={2 * (int(data) if data.isdigit() else num_ranks)}"
+    tries = _possible(
+        plan,
+        (more, f"More ranks: {more}, if there are cores for them."),
+        ("precision=bf16", "Half precision where that is safe: precision=bf16."),
+    )
     if plan.get("recompute", "none") != "none":
         tries.append("Without recompute, if the memory allows it.")
     return Bottleneck(
         kind="compute",
         sentence=f"Ranks compute {share:.0%} of the time: nothing stands in their way.",
-        tries=tries,
+        tries=tries or ["A larger model, or more samples a step, costs as much as it computes."],
     )
+
+
+def _possible(plan: Mapping[str, str], *advice: tuple[str, str]) -> list[str]:
+    """The advice, each a change of the plan and a text, that a run of this plan can take."""
+    return [text for change, text in advice if _can_take(plan, change)]
+
+
+def _can_take(plan: Mapping[str, str], change: str) -> bool:
+    changed = dict(word.split("=", 1) for word in change.split())
+    if any(key in plan for key in changed.keys() - {"data", "accumulate"}):
+        return False  # it was chosen
+    words = {**plan, **changed}
+    words.pop("pieces", None)  # their number follows from the rest
+    with suppress(ShoalError):
+        Plan.parse(" ".join(f"{key}={value}" for key, value in words.items()))
+        return True
+    return False
 
 
 def compression_in_words(totals: Totals, plan: Mapping[str, str], num_parameters: int) -> str:
@@ -118,6 +170,8 @@ def compression_in_words(totals: Totals, plan: Mapping[str, str], num_parameters
     told += in_units(plain)
     if plan.get("codec", "none") != "none" or plan.get("local_steps", "1") != "1":
         told += f", {plain / sent:.1f} times that" if sent < plain else ""
+    elif sent < plain / 2:
+        told += "; what ranks of one host pass through shared memory is not sent"
     return told
 
 

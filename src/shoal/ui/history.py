@@ -14,12 +14,16 @@ from typing import Any
 import msgspec
 
 from shoal.ui.records import Grade, HostUseSeries, Incident, Saved
+from shoal.ui.step_buckets import KINDS
 
 MOST_INCIDENTS = 400
 MOST_SAVED = 400
 MOST_SEATS = 4096
 MOST_GAPS = 1000
 MOST_SAMPLES = 512  # of a host's resources
+MOST_SPENT = 512  # stretches of a seat's time
+MOST_TOLD = 256  # seats whose time is kept
+MOST_TIME = 1e11  # seconds since 1970
 
 
 class EventFields:
@@ -62,14 +66,48 @@ class EventFields:
         return "" if self.rank is None else f"rank {self.rank}"
 
 
+class SpentRow(msgspec.Struct, frozen=True, gc=False):
+    """What is read of a line of spent.jsonl."""
+
+    time: float = 0.0
+    rank: int = -1
+    server: int | None = None
+    since_s: float = 0.0
+    steps: int = 0
+    data: float = 0.0
+    compute: float = 0.0
+    exchange: float = 0.0
+    waiting: float = 0.0
+
+
+class TimeSpent(msgspec.Struct, frozen=True):
+    """What a member did in a stretch of time; seconds as `KINDS` names them."""
+
+    begin: float
+    end: float
+    steps: int
+    seconds: tuple[float, ...]
+
+
 class SeatHistory(msgspec.Struct):
-    """The seat of a rank or a server: which process has it now, and when none had it."""
+    """The seat of a rank or a server: which process has it, when none had it, and what it did."""
 
     host: int = 0
     pid: int = 0
     is_server: bool = False
     is_present: bool = True  # in the last generation
     gone: list[tuple[float, float | None]] = []
+    spent: list[TimeSpent] = []
+
+    @property
+    def num_steps(self) -> int:
+        return sum(one.steps for one in self.spent)
+
+    @property
+    def totals(self) -> list[float]:
+        """Seconds by kind."""
+        columns = list(zip(*(one.seconds for one in self.spent)))
+        return [sum(column) for column in columns] or [0.0] * len(KINDS)
 
 
 class History:
@@ -83,7 +121,7 @@ class History:
         self.hosts: dict[str, HostUseSeries] = {}
         self.starts: dict[int, float] = {}
         self.began_at: float | None = None
-        self.seen_at = 0.0
+        self.seen_at = self.paused_s = 0.0
         self.generation: int | None = None
         self.plan = self.stopped_by = self.cause = ""
         self.has_ended_early = False
@@ -92,7 +130,6 @@ class History:
         event = EventFields(fields)
         if self.began_at is None and event.time:
             self.began_at = event.time
-        self.seen_at = max(self.seen_at, event.time)
         match event.kind:
             case "started" if event.whole("member") == 0:
                 self._begin(event)
@@ -114,6 +151,7 @@ class History:
                 self.stopped_by = event.text("signal") or "a signal"
             case "gave-up":
                 self.cause = event.text("cause")
+        self.seen_at = max(self.seen_at, event.time)
         incident = incident_of(event)
         if incident is not None:
             self._add(incident)
@@ -126,6 +164,8 @@ class History:
 
     def _begin(self, event: EventFields) -> None:
         """A command began, or went on with the run."""
+        if self.seen_at:
+            self.paused_s += max(0.0, event.time - self.seen_at)
         for seat in self.seats.values():
             _fill(seat, event.time)
             seat.is_present = False
@@ -139,11 +179,30 @@ class History:
             self.generation = generation
             for seat in self.seats.values():
                 seat.is_present = False
+        is_server = event.server is not None
         seat = self.seats.setdefault(
-            event.seat, SeatHistory(is_server=event.server is not None, gone=[])
+            event.seat, SeatHistory(is_server=is_server, gone=[], spent=[])
         )
         seat.pid, seat.host = event.whole("pid") or 0, event.whole("host") or 0
         seat.is_present = True
+
+    def spend(self, row: SpentRow) -> None:
+        """Keep a stretch of a seat's time; two become one when there are too many."""
+        most = row.since_s + 1
+        seconds = (row.data, row.compute, row.exchange, row.waiting)
+        if not (0 <= row.rank < MOST_TOLD and 0 < row.since_s < row.time < MOST_TIME):
+            return
+        if not (min(seconds) >= 0 and max(seconds) <= most and 0 <= row.steps < 2**53):
+            return
+        name = f"rank {row.rank}" if row.server is None else f"server {row.server}"
+        if (seat := self.seats.get(name)) is None:
+            is_server = row.server is not None
+            seat = self.seats[name] = SeatHistory(is_server=is_server, gone=[], spent=[])
+        spent = seat.spent
+        spent.append(TimeSpent(row.time - row.since_s, row.time, row.steps, seconds))
+        if len(spent) > MOST_SPENT:
+            spent[:] = [_joined(*spent[at : at + 2]) for at in range(0, len(spent), 2)]
+        self.seen_at = max(self.seen_at, row.time)
 
     def _at_work(self, event: EventFields) -> None:
         if event.step is not None:
@@ -226,9 +285,22 @@ def is_same(one: Incident, other: Incident) -> bool:
     return one.kind in ("emptied", "warning", "save-skipped") and one.cause == other.cause
 
 
+def _joined(one: TimeSpent, other: TimeSpent | None = None) -> TimeSpent:
+    if other is None:
+        return one
+    seconds = tuple(a + b for a, b in zip(one.seconds, other.seconds))
+    return TimeSpent(one.begin, other.end, one.steps + other.steps, seconds)
+
+
 def _fill(seat: SeatHistory, time: float) -> None:
     if seat.gone and seat.gone[-1][1] is None:
         seat.gone[-1] = (seat.gone[-1][0], time)
+
+
+def ended_without_a_word(time: float, step: int, reason: str) -> Incident:
+    """What a run that was killed as a whole could not report."""
+    what = _IN_WORDS["gave-up"][1]
+    return Incident(kind="gave-up", grade="bad", time=time, step=step, what=what, cause=reason)
 
 
 def incident_of(event: EventFields) -> Incident | None:
@@ -263,8 +335,8 @@ def _filled(text: str, event: EventFields) -> str:
 def _field(name: str, event: EventFields) -> str:
     if name == "seat":
         return event.seat or "a member"
-    if name == "ranks":
-        return ", ".join(str(rank) for rank in event.items("ranks")[:16])
+    if name in ("ranks", "rounds"):
+        return ", ".join(str(number) for number in event.items(name)[:16])
     if name == "slow":
         slow = list(event.mapping("slow").items())[:16]
         told = ", ".join(f"replica {who} takes {times}x as long" for who, times in slow)
@@ -289,7 +361,7 @@ _IN_WORDS: dict[str, tuple[Grade, str, str]] = {
     "standstill": ("bad", "nothing was done for {seconds} s", "no rank said why"),
     "slow": ("warn", "the others wait: {slow}", "{advice}"),
     "measured-plan": ("info", "{text}", ""),
-    "balanced": ("info", "work moved between replicas", "{slow}"),
+    "balanced": ("info", "work moved: replicas take {rounds} parts of each batch", "{slow}"),
     "resumed": ("info", "the run went on from {name}", ""),
     "checkpoint-refused": ("warn", "{name} was passed over", "{why}"),
     "save-failed": ("bad", "a checkpoint could not be written", "{why}"),

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from shoal.errors import ShoalError, sendable
+from shoal.events.sinks import EVENTS
 from shoal.launch.engines import make_engine
-from shoal.launch.run_status import EVENTS, METRICS, how_it_stands
+from shoal.launch.run_status import METRICS, how_it_stands
 from shoal.storage.decoding import reason, try_decode_json
 from shoal.storage.files import read_regular_file
 from shoal.storage.run_dir import RUN, owner_of
@@ -30,7 +31,6 @@ MOST_RUNS = 5000
 MOST_DEPTH = 3
 MOST_BYTES = 1 << 20
 TAIL_BYTES = 64 << 10
-_OURS = {"checkpoints", "logs", "tensorboard", "images", "servers", "sockets", "trace"}
 
 
 class RunRow(RunHead, frozen=True, kw_only=True):
@@ -242,7 +242,7 @@ def _walk(top: Path, problems: list[str]) -> Iterator[tuple[Path, str]]:
         if STUDY in entries:
             yield place, STUDY
         for name, entry in entries.items():
-            is_hidden = name.startswith(".") or name in _OURS
+            is_hidden = name.startswith(".")
             with suppress(OSError):
                 if depth < MOST_DEPTH and not is_hidden and entry.is_dir(follow_symlinks=False):
                     places.append((place / name, depth + 1))

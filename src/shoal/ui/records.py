@@ -115,6 +115,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     ideal_samples_per_s: float | None = None
     goodput: float | None = None
     wall_s: float = 0.0
+    paused_s: float = 0.0  # of it, between two commands of the run
 
 
 class RunHead(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import hashlib
 import re
 import time
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -64,13 +65,7 @@ def render_report(runs: Sequence[RunView], made_at: float | None = None) -> byte
         runs=list(runs),
         differences=settings_differences(runs) if len(runs) > 1 else [],
     )
-    script = "\n".join(_bundled(page_file(name).decode()) for name in MODULES)
-    style = "\n".join(page_file(name).decode() for name in STYLES)
-    library = page_file(LIBRARY).decode().replace("</script", "<\\/script")
-    policy = (
-        f"default-src 'none'; script-src '{_hash(library)}' '{_hash(script)}'; "
-        f"style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    library, script, style, policy = _assets()
     json = encode_json(data).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028")
     return f"""<!doctype html>
 <html lang="en">
@@ -92,6 +87,19 @@ def render_report(runs: Sequence[RunView], made_at: float | None = None) -> byte
 </body>
 </html>
 """.encode()
+
+
+@cache
+def _assets() -> tuple[str, str, str, str]:
+    """Library, scripts and styles of a report, and the policy that allows just these."""
+    script = "\n".join(_bundled(page_file(name).decode()) for name in MODULES)
+    style = "\n".join(page_file(name).decode() for name in STYLES)
+    library = page_file(LIBRARY).decode().replace("</script", "<\\/script")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(library)}' '{_hash(script)}'; "
+        f"style-src '{_hash(style)}'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return library, script, style, policy
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> list[RunView]:

@@ -14,7 +14,8 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,34 @@ from typing import Any
 import msgspec
 
 from shoal.errors import ShoalError, sendable
+from shoal.events.sinks import EVENTS, SPENT
 from shoal.launch.outcome import OUTCOME
-from shoal.launch.run_status import EVENTS, METRICS, how_it_stands
+from shoal.launch.run_status import METRICS, how_it_stands
 from shoal.plans.plan import Plan
 from shoal.storage.decoding import try_decode_json
 from shoal.storage.files import read_regular_file
 from shoal.storage.line_tail import LineTail
 from shoal.storage.run_dir import RUN, owner_of
 from shoal.ui.findings import compression_in_words, find_bottleneck, settings_of
-from shoal.ui.history import History
+from shoal.ui.history import History, SpentRow, TimeSpent, ended_without_a_word
 from shoal.ui.listing import read_row
-from shoal.ui.records import Curves, Figure, RunState, RunView, Saved, Strip, Strips, Totals
-from shoal.ui.step_buckets import KINDS, Bucket, StepBuckets, StepRow, merged
+from shoal.ui.records import (
+    Curves,
+    Figure,
+    RunState,
+    RunView,
+    Saved,
+    Strip,
+    Strips,
+    Totals,
+)
+from shoal.ui.step_buckets import KINDS, Bucket, StepBuckets, StepRow
 
 BLOCK_BYTES = 1 << 20  # read at a time, and the longest line
 MOST_DESCRIPTION_BYTES = 4 << 20
 MOST_CELLS = 16_384  # buckets times workers of the strips
 MOST_STRIPS = 256
+CELLS = 512  # of a strip, if there is room for as many
 _CHECKPOINT = re.compile(r"step-\d{1,19}")
 
 
@@ -56,10 +68,15 @@ class RunReader:
     def _begin(self) -> None:
         self._events = LineTail(self.path / EVENTS)
         self._metrics = LineTail(self.path / METRICS)
+        self._spent = LineTail(self.path / SPENT)
         self._history = History()
         self._buckets = StepBuckets(_count(self._described, "num_steps"))
-        self._num_bad = {EVENTS: 0, METRICS: 0}
+        self._num_bad = {EVENTS: 0, METRICS: 0, SPENT: 0}
         self.is_behind = False
+
+    @property
+    def _tails(self) -> tuple[tuple[str, LineTail], ...]:
+        return (EVENTS, self._events), (SPENT, self._spent), (METRICS, self._metrics)
 
     def look(self, is_over: bool = False, most_s: float = math.inf) -> RunView:
         """What the directory says now; `is_over` if its run has ended, although it is locked. What
@@ -102,7 +119,7 @@ class RunReader:
     def _read(self, deadline: float) -> bool:
         """Take in what came; True if a file is another one now."""
         self.is_behind = False
-        for tail, name in ((self._events, EVENTS), (self._metrics, METRICS)):
+        for name, tail in self._tails:
             self._problems.pop(name, None)
             try:
                 while True:
@@ -123,6 +140,9 @@ class RunReader:
         if name == METRICS:
             rows = list(self._decoded(block, _ROWS, name))
             self._buckets.add(rows, self._history.starts)
+        elif name == SPENT:
+            for row in self._decoded(block, _SPENT, name):
+                self._history.spend(row)
         else:
             for event in self._decoded(block, _EVENTS, name):
                 self._history.take(event)
@@ -156,11 +176,16 @@ class RunReader:
         if not is_running:
             history.ended(seen_at)
         plan = history.plan or _text(described, "plan")
-        totals = totals_of(steps.buckets, (now - history.began_at) if history.began_at else 0.0)
+        wall_s = now - history.began_at if history.began_at else 0.0
+        totals = totals_of(steps.buckets, history, wall_s)
+        strips = strips_of(steps.buckets, history, now)
         keys = plan_keys(plan)
+        incidents = list(history.incidents)
+        if state == "failed" and not history.cause:  # no event says so
+            incidents.append(ended_without_a_word(seen_at, last.step, reason))
         left = max(0, num_steps - last.step)
         pace = _pace(steps.buckets) if is_running and left else None
-        num_ranks = max((len(bucket.busy) for bucket in steps.buckets[-1:]), default=1)
+        num_ranks = sum(not seat.is_server for seat in history.seats.values()) or 1
         peak = self._outcome.get("peak_memory_bytes")
         return RunView(
             name=sendable(self.path.resolve().name),
@@ -177,10 +202,10 @@ class RunReader:
             remaining_s=None if pace is None else left * pace,
             generation=history.generation,
             totals=totals,
-            curves=curves_of(steps),
-            strips=strips_of(steps.buckets, history),
-            incidents=list(history.incidents),
-            num_incidents=history.num_incidents,
+            curves=curves_of(steps, strips),
+            strips=strips,
+            incidents=incidents,
+            num_incidents=history.num_incidents + len(incidents) - len(history.incidents),
             checkpoints=self._checkpoints(),
             bottleneck=find_bottleneck(totals, keys, num_ranks),
             settings=settings_of(described) if described else [],
@@ -234,7 +259,7 @@ class RunReader:
         found = list(self._problems.values())
         if self.is_behind:
             found.append("The record is long, and still being read.")
-        for name, tail in ((EVENTS, self._events), (METRICS, self._metrics)):
+        for name, tail in self._tails:
             num_bad = self._num_bad[name] + tail.num_skipped
             if num_bad:
                 lines = "1 line" if num_bad == 1 else f"{num_bad} lines"
@@ -245,6 +270,7 @@ class RunReader:
 
 
 _ROWS = msgspec.json.Decoder(StepRow)
+_SPENT = msgspec.json.Decoder(SpentRow)
 _EVENTS = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -261,48 +287,39 @@ def plan_keys(plan: str) -> dict[str, str]:
     return {}
 
 
-def totals_of(buckets: list[Bucket], wall_s: float) -> Totals:
-    """Sums over all steps; seconds are those of a step as the mean rank spends them. Pure."""
+def totals_of(buckets: list[Bucket], history: History, wall_s: float) -> Totals:
+    """Sums over all steps. Pure.
+
+    Seconds are those of the mean rank, as far as ranks said what they spent them for."""
+    paused_s = history.paused_s
     if not buckets:
-        return Totals(wall_s=wall_s)
-    seconds = [sum(column) for column in zip(*(bucket.seconds for bucket in buckets))]
-    total = sum(seconds)
-    busy, names = _busy(buckets)
-    slowest_s, ranked_s = sum(b.slowest for b in buckets), sum(b.ranked_s for b in buckets)
-    shares = dict(zip(KINDS, seconds))
-    if busy and ranked_s and total:  # over all ranks, and not the writing one alone
-        mean = sum(busy) / len(busy)
-        data = shares["data"] / total * ranked_s
-        waiting = max(0.0, slowest_s - mean)
-        shares = {
-            "data": min(data, mean),
-            "compute": max(0.0, mean - data),
-            "exchange": max(0.0, ranked_s - mean - waiting),
-            "waiting": waiting,
-        }
-        shares = {kind: value * total / ranked_s for kind, value in shares.items()}
-    middle = sorted(busy)[(len(busy) - 1) // 2] if busy else 0.0
-    samples, most = sum(b.samples for b in buckets), max(busy, default=0.0)
-    ideal_s = shares["data"] + shares["compute"] or total
+        return Totals(wall_s=wall_s, paused_s=paused_s)
+    own = [sum(column) for column in zip(*(bucket.seconds for bucket in buckets))]
+    total, shared = sum(own), own
+    ranks = {name: seat for name, seat in history.seats.items() if seat.num_steps}
+    if ranks:
+        shared = [sum(column) for column in zip(*(seat.totals for seat in ranks.values()))]
+        all_s = sum(shared) or 1.0
+        shared = [total * seconds / all_s for seconds in shared]
+    work = {name: sum(seat.totals[:2]) / seat.num_steps for name, seat in ranks.items()}
+    middle = sorted(work.values())[(len(work) - 1) // 2] if work else 0.0
+    slowest = max(work, key=lambda name: work[name], default="")
+    shares = dict(zip(KINDS, shared))
+    samples = sum(b.samples for b in buckets)
+    ideal_s = shares["data"] + shares["compute"]
     return Totals(
         steps=sum(b.num_steps for b in buckets),
         samples=samples,
         bytes_sent=sum(b.bytes_sent for b in buckets),
         seconds=shares,
-        slowest=names[busy.index(most)] if len(busy) > 1 else "",
-        slowest_times=most / middle if middle else 1.0,
+        slowest=slowest if len(work) > 1 else "",
+        slowest_times=work[slowest] / middle if middle else 1.0,
         samples_per_s=samples / total if total else None,
         ideal_samples_per_s=samples / ideal_s if ideal_s else None,
         goodput=min(1.0, total / wall_s) if wall_s > 0 else None,
         wall_s=wall_s,
+        paused_s=paused_s,
     )
-
-
-def _busy(buckets: list[Bucket]) -> tuple[list[float], list[str]]:
-    """Seconds of each rank in the steps that have them, for as many ranks as all buckets have."""
-    ranked = [bucket.busy for bucket in buckets if bucket.busy]
-    busy = [sum(column) for column in zip(*ranked)]
-    return busy, [f"rank {rank}" for rank in range(len(busy))]
 
 
 def _pace(buckets: list[Bucket]) -> float | None:
@@ -312,7 +329,7 @@ def _pace(buckets: list[Bucket]) -> float | None:
     return (recent[-1].end - recent[0].begin) / num_steps if num_steps else None
 
 
-def curves_of(steps: StepBuckets) -> Curves:
+def curves_of(steps: StepBuckets, strips: Strips) -> Curves:
     """Every curve over the buckets. Pure."""
     buckets = steps.buckets
     figures = {}
@@ -323,7 +340,7 @@ def curves_of(steps: StepBuckets) -> Curves:
             low=[None if one is None else _short(one.low) for one in found],
             high=[None if one is None else _short(one.high) for one in found],
         )
-    for name, values in _derived(buckets).items():
+    for name, values in _derived(buckets, strips).items():
         figures[name] = Figure(mean=values, low=[], high=[])
     return Curves(
         step=[bucket.last for bucket in buckets],
@@ -332,13 +349,19 @@ def curves_of(steps: StepBuckets) -> Curves:
     )
 
 
-def _derived(buckets: list[Bucket]) -> dict[str, list[float | None]]:
+def _derived(buckets: list[Bucket], strips: Strips) -> dict[str, list[float | None]]:
+    """What follows from others; the ideal is of the mean rank's work at that time."""
+
     def ratio(amount: float, per: float) -> float | None:
         return _short(amount / per) if per > 0 else None
 
+    work = _shares_of_work(strips)
     found: dict[str, list[float | None]] = {
         "samples/s": [ratio(b.samples, sum(b.seconds)) for b in buckets],
-        "ideal samples/s": [ratio(b.samples, _mean_busy(b)) for b in buckets],
+        "ideal samples/s": [
+            ratio(b.samples, sum(b.seconds) * work[_cell(strips, (b.begin + b.end) / 2)])
+            for b in buckets
+        ],
         "bytes a step": [ratio(b.bytes_sent, b.num_steps) for b in buckets],
     }
     for number, kind in enumerate(KINDS):
@@ -346,89 +369,81 @@ def _derived(buckets: list[Bucket]) -> dict[str, list[float | None]]:
     return found
 
 
-def _mean_busy(bucket: Bucket) -> float:
-    """Seconds of work of the mean rank: of steps without exchange and waiting."""
-    if not bucket.busy or not bucket.num_ranked:
-        return bucket.seconds[0] + bucket.seconds[1]
-    return sum(bucket.busy) / len(bucket.busy) * bucket.num_steps / bucket.num_ranked
+def _shares_of_work(strips: Strips) -> list[float]:
+    """By cell, how much of their steps ranks work, on the mean; 0 where none told of a step."""
+    work, all_s = [0] * (len(strips.begin) or 1), [0] * (len(strips.begin) or 1)
+    for worker in strips.workers:
+        for kind, text in {} if worker.is_server else worker.shares.items():
+            for cell, character in enumerate(text):
+                all_s[cell] += ord(character) - 48
+                work[cell] += (ord(character) - 48) * (kind in ("data", "compute"))
+    return [part / whole if whole else 0.0 for part, whole in zip(work, all_s)]
 
 
-def strips_of(buckets: list[Bucket], history: History) -> Strips:
-    """What each worker did in each stretch of time. Pure."""
-    num_ranks = max((len(bucket.busy) for bucket in buckets), default=0)
-    seats = list(history.seats)
-    names = [f"rank {rank}" for rank in range(num_ranks)]
-    names += [seat for seat in seats if seat not in names]
-    names = names or (["rank 0"] if buckets else [])
-    names = names[:MOST_STRIPS]
-    most = max(64, MOST_CELLS // max(1, len(names)))
-    width = -(-len(buckets) // most)
-    chosen = list(_joined(buckets, width)) if width > 1 else buckets
+def _cell(strips: Strips, time: float) -> int:
+    return max(0, bisect_right(strips.begin, time) - 1)
+
+
+def strips_of(buckets: list[Bucket], history: History, until: float) -> Strips:
+    """What each worker did in each cell of the run's time. Pure.
+
+    A rank of a run that has no word of it has the steps that it wrote down."""
+    spent = {name: seat.spent for name, seat in list(history.seats.items())[:MOST_STRIPS]}
+    if buckets and not any(spent.values()):
+        spent["rank 0"] = [
+            TimeSpent(bucket.begin, bucket.end, bucket.num_steps, tuple(bucket.seconds))
+            for bucket in buckets
+        ]
+    told = [one for stretches in spent.values() for one in stretches]
+    if not told:
+        return Strips(workers=[_strip(name, [], history, 0.0, 1.0, 0) for name in spent])
+    begin, end = min(one.begin for one in told), max(until, max(one.end for one in told))
+    count = min(MOST_CELLS // max(1, len(spent)), CELLS)
+    width = (end - begin) / count or 1.0
+    names = sorted(spent, key=lambda name: (name.split()[0], int(name.split()[1])))
     return Strips(
-        begin=[round(bucket.begin, 3) for bucket in chosen],
-        end=[round(bucket.end, 3) for bucket in chosen],
-        workers=[_strip(name, chosen, history) for name in names],
+        begin=[round(begin + cell * width, 3) for cell in range(count)],
+        end=[round(begin + (cell + 1) * width, 3) for cell in range(count)],
+        workers=[_strip(name, spent[name], history, begin, width, count) for name in names],
     )
 
 
-def _joined(buckets: list[Bucket], width: int) -> Iterator[Bucket]:
-    for first in range(0, len(buckets), width):
-        (one,) = merged((_copy(bucket) for bucket in buckets[first : first + width]), lambda b: 0)
-        yield one
-
-
-def _copy(bucket: Bucket) -> Bucket:
-    made = Bucket.__new__(Bucket)
-    for name in Bucket.__slots__:
-        setattr(made, name, getattr(bucket, name))
-    made.extents = {}
-    return made
-
-
-def _strip(name: str, buckets: list[Bucket], history: History) -> Strip:
+def _strip(
+    name: str,
+    spent: Sequence[TimeSpent],
+    history: History,
+    begin: float,
+    width: float,
+    count: int,
+) -> Strip:
+    """The cells of a worker, as many as `count`, each `width` seconds, from `begin` on."""
     seat = history.seats.get(name)
-    is_rank = name.startswith("rank ")
-    parts = [_parts(bucket, int(name[5:])) if is_rank else None for bucket in buckets]
-    shares = {}
-    if is_rank:
-        for number, kind in enumerate(KINDS):
-            shares[kind] = "".join(
-                chr(48 if part is None else 48 + _level(part[number], sum(part))) for part in parts
-            )
-    totals = {
-        kind: round(sum(part[number] for part in parts if part is not None), 3)
-        for number, kind in enumerate(KINDS)
-    }
+    cells = [[0.0] * count for _ in KINDS]
+    for one in spent:
+        whole_s = max(one.end - one.begin, 1e-9)
+        first = max(0, int((one.begin - begin) / width))
+        for cell in range(first, min(count, 1 + int((one.end - begin) / width))):
+            left, right = begin + cell * width, begin + (cell + 1) * width
+            share = max(0.0, min(one.end, right) - max(one.begin, left)) / whole_s / width
+            for kind, seconds in enumerate(one.seconds):
+                cells[kind][cell] += share * seconds
+    for cell, total in enumerate(map(sum, zip(*cells))):  # stretches may overlap a little
+        for row in cells if total > 1 else ():
+            row[cell] /= total
+    columns = list(zip(*(one.seconds for one in spent)))
     return Strip(
         name=name,
         host=seat.host if seat else 0,
         pid=seat.pid if seat else 0,
-        is_server=not is_rank,
+        is_server=name.startswith("server "),
         is_alive=not (seat and seat.gone and seat.gone[-1][1] is None),
-        shares=shares,
-        totals=totals if is_rank else {},
+        shares={
+            kind: "".join(chr(48 + min(64, round(64 * share))) for share in cells[number])
+            for number, kind in enumerate(KINDS)
+        },
+        totals={kind: round(sum(column), 3) for kind, column in zip(KINDS, columns)},
         gone=list(seat.gone) if seat else [],
     )
-
-
-def _parts(bucket: Bucket, rank: int) -> tuple[float, float, float, float] | None:
-    """Seconds of a rank in a bucket, as KINDS names them; None if it took no part.
-
-    Each rank says how long it was busy; how much of that was loading is known of the rank that
-    writes the record, and taken for the others. What is left of a step is exchange."""
-    if not bucket.busy:
-        data, compute, exchange, waiting = bucket.seconds
-        return (data, compute, exchange, waiting) if rank == 0 else None
-    if rank >= len(bucket.busy) or not bucket.busy[rank]:
-        return None
-    busy = bucket.busy[rank]
-    data = min(busy, bucket.seconds[0])
-    waiting = max(0.0, bucket.slowest - busy)
-    return data, busy - data, max(0.0, bucket.ranked_s - busy - waiting), waiting
-
-
-def _level(part: float, total: float) -> int:
-    return min(64, round(64 * part / total)) if total > 0 else 0
 
 
 def predicted_beside_measured(

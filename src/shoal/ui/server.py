@@ -3,8 +3,8 @@
 It listens on loopback. Data are given to who shows the token of the URL that the command prints;
 another Host or Origin is refused, so that no page of another site reaches it, through a name that
 points here or otherwise. A content security policy lets only our own scripts run. Nothing is
-changed unless it was started with control: then a run can be stopped and resized, by the same
-functions as the verbs.
+changed unless it was started with control: then a run can be stopped, saved and resized, by the
+same functions as the verbs.
 
 Views are pushed as server-sent events when a run's files change, looked at twice a second. A slow
 client gets the newest view when it is ready for one, and holds one view at most. Readers of the
@@ -39,9 +39,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shoal.elastic.control import send_request
 from shoal.errors import ShoalError, UsageError, sendable
+from shoal.events.sinks import EVENTS, SPENT
 from shoal.launch.engines import find_job
 from shoal.launch.outcome import OUTCOME
-from shoal.launch.run_status import EVENTS, METRICS
+from shoal.launch.run_status import METRICS
 from shoal.launch.stop import stop_job
 from shoal.storage.decoding import encode_json, try_decode_json
 from shoal.storage.run_dir import RUN, owner_of
@@ -108,7 +109,7 @@ class Views:
         seconds at least."""
         place = self.runs.path / run
         is_running = owner_of(place) is not None
-        files = [file_stamp(place / name) for name in (RUN, OUTCOME, EVENTS, METRICS)]
+        files = [file_stamp(place / name) for name in (RUN, OUTCOME, EVENTS, SPENT, METRICS)]
         now = (files, is_running, int(time.time() / 2) if is_running else 0)
         if now == stamp:
             return now, None
@@ -312,17 +313,22 @@ def _found(content: bytes | None) -> Response:
 
 
 def control_run(run_dir: Path, action: str, size: str) -> str:
-    """Stop or resize a run that goes on, as the verbs do; what was done, in words."""
+    """Stop, save or resize a run that goes on; what was done, in words."""
     if action == "stop":
         state, run = stop_job(find_job(str(run_dir)), now=False)
         saved = f", and saved as {run.checkpoint}" if run.checkpoint else ""
         return f"The run is {state.state}{saved}."
+    if action == "save":
+        answer = send_request(run_dir, save=True)
+        if "refused" in answer:
+            raise UsageError(answer["refused"])
+        return f"The run is saved as {answer['saved']}, and goes on."
     if action == "resize":
         changed = send_request(run_dir, resize=size)
         if "refused" in changed:
             raise UsageError(changed["refused"])
         return f"The run has the plan {changed['plan']}, after {changed['ms']:.0f} ms."
-    raise UsageError(f"There is no action {action!r}: stop and resize are known.")
+    raise UsageError(f"There is no action {action!r}: stop, save and resize are known.")
 
 
 def open_socket(port: int | None) -> socket.socket:

@@ -18,7 +18,6 @@ import msgspec
 
 MOST_BUCKETS = 1024
 MOST_NAMES = 48  # of values that a recipe or its callbacks log
-MOST_RANKS = 4096
 
 
 class StepSeconds(msgspec.Struct, frozen=True, gc=False):
@@ -46,7 +45,6 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
     left_out: int = 0
     time: float = 0.0
     times: StepSeconds = StepSeconds()
-    ranks: list[float] = []
     parts: dict[str, float | None] = {}
     logged: dict[str, float | None] = {}
     evaluation: dict[str, float | None] | None = None
@@ -74,12 +72,11 @@ KINDS = ("data", "compute", "exchange", "waiting")
 
 
 class Bucket:
-    """The sums of a stretch of steps. `busy` holds a sum a rank, `slowest` that of the slowest
-    rank of each step."""
+    """The sums of a stretch of steps; `seconds` are of the rank that writes the record."""
 
     __slots__ = (
-        *("begin", "busy", "bytes_sent", "end", "extents", "first", "last", "num_ranked"),
-        *("num_steps", "ranked_s", "samples", "seconds", "slowest"),
+        *("begin", "bytes_sent", "end", "extents", "first", "last", "num_steps", "samples"),
+        "seconds",
     )
 
     def __init__(self, rows: Sequence[StepRow], begins: Sequence[float]):
@@ -94,16 +91,6 @@ class Bucket:
         self.begin, self.end = begins[0], begins[-1] + times[-1].total
         self.samples = sum([row.samples - row.left_out for row in rows])
         self.bytes_sent = sum([row.bytes_sent for row in rows])
-        ranked = [row for row in rows if row.ranks]
-        width = max((len(row.ranks) for row in ranked), default=0)
-        self.busy = [0.0] * width
-        for run in _of_one_width(ranked):
-            for rank, column in enumerate(zip(*(row.ranks for row in run))):
-                self.busy[rank] += math.fsum(column)
-        self.num_ranked = len(ranked)
-        self.slowest = math.fsum([max(row.ranks) for row in ranked])
-        all_ranked = len(ranked) == len(rows)
-        self.ranked_s = sum(self.seconds) if all_ranked else sum(row.times.total for row in ranked)
         self.extents = {name: Extent(values) for name, values in _columns(rows).items() if values}
 
     def add(self, other: "Bucket") -> None:
@@ -113,11 +100,6 @@ class Bucket:
         self.seconds = [a + b for a, b in zip(self.seconds, other.seconds)]
         self.samples += other.samples
         self.bytes_sent += other.bytes_sent
-        longer, shorter = sorted((self.busy, other.busy), key=len, reverse=True)
-        self.busy = [a + b for a, b in zip(longer, shorter)] + longer[len(shorter) :]
-        self.num_ranked += other.num_ranked
-        self.slowest += other.slowest
-        self.ranked_s += other.ranked_s
         for name, extent in other.extents.items():
             if name in self.extents:
                 self.extents[name].add(extent)
@@ -139,7 +121,7 @@ class StepBuckets:
 
     def add(self, rows: Iterable[StepRow], starts: dict[int, float]) -> None:
         """`starts` has the times at which work began after a step, for records without times."""
-        kept = [row for row in self._in_order(rows) if len(row.ranks) <= MOST_RANKS]
+        kept = list(self._in_order(rows))
         if not kept:
             return
         self._first = self._first or kept[0].step
@@ -202,13 +184,6 @@ def merged(buckets: Iterable[Bucket], number: Any) -> list[Bucket]:
         else:
             kept.append(bucket)
     return kept
-
-
-def _of_one_width(rows: Sequence[StepRow]) -> Iterator[Sequence[StepRow]]:
-    """Stretches in which the number of ranks is the same: a run may be resized."""
-    cuts = [i for i, (a, b) in enumerate(pairwise(rows), 1) if len(a.ranks) != len(b.ranks)]
-    for first, last in pairwise([0, *cuts, len(rows)]):
-        yield rows[first:last]
 
 
 def _columns(rows: Sequence[StepRow]) -> dict[str, list[float]]:

@@ -27,6 +27,7 @@ STATES = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yello
 GRADES = {"bad": "red", "warn": "yellow", "good": "green", "info": "blue"}
 MOST_WORKERS, MOST_INCIDENTS = 24, 6
 PLAIN_WIDTH = 100
+WIDE = 60  # columns, below which a strip has only the name of its worker beside it
 
 
 def watch(run_dir: Path, console: Console) -> None:
@@ -51,7 +52,7 @@ def draw(view: RunView, width: int) -> RenderableType:
     if view.curves.step:
         parts.append(_loss(view, width - 4))
     if view.strips.workers:
-        parts.append(_workers(view, max(10, width - 44)))
+        parts.append(_workers(view, width - 4))
     parts.append(Text.assemble(("bottleneck  ", "bold"), _plain(view.bottleneck.sentence)))
     parts += [Text(f"  {_plain(text)}", style="bright_black") for text in view.bottleneck.tries[:2]]
     parts.append(_incidents(view.incidents, view.num_incidents))
@@ -89,19 +90,22 @@ def _loss(view: RunView, width: int) -> Text:
 
 def _workers(view: RunView, width: int) -> Table:
     table = Table(box=None, pad_edge=False, expand=False, show_header=True, header_style="bold")
-    for name in ("worker", "host", "process"):
-        table.add_column(name, no_wrap=True)
+    names = ("worker", "host", "process") if width >= WIDE else ("worker",)
+    longest = max((len(worker.name) for worker in view.strips.workers), default=0)
+    widths = [max(longest, len("worker")), len("host"), len("process")][: len(names)]
+    for name, least in zip(names, widths, strict=True):
+        table.add_column(name, no_wrap=True, min_width=least)
+    strip_width = max(10, width - sum(widths) - 2 * len(names))
     legend = Text.assemble(*[(f"{kind} ", COLOURS[kind]) for kind in KINDS], ("dead", "red"))
     table.add_column(legend, no_wrap=True)
     workers = view.strips.workers
     for worker in workers[:MOST_WORKERS]:
         style = "" if worker.is_alive else "red"
-        pid = str(worker.pid or "")
-        table.add_row(
-            Text(_plain(worker.name), style), str(worker.host), pid, strip_text(worker, view, width)
-        )
+        place = (str(worker.host), str(worker.pid or ""))[: len(names) - 1]
+        strip = strip_text(worker, view, strip_width)
+        table.add_row(Text(_plain(worker.name), style), *place, strip)
     if len(workers) > MOST_WORKERS:
-        table.add_row(f"and {len(workers) - MOST_WORKERS} more", "", "", "")
+        table.add_row(f"and {len(workers) - MOST_WORKERS} more")
     return table
 
 
@@ -120,7 +124,8 @@ def strip_text(worker: Strip, view: RunView, width: int) -> Text:
             made.append("█", style="red")
         elif at < len(begins) and begins[at] < end and worker.shares:
             most = max(KINDS, key=lambda kind: worker.shares[kind][at])
-            made.append("█" if worker.shares[most][at] > "0" else " ", style=COLOURS[most])
+            is_idle = worker.shares[most][at] <= "0"
+            made.append("·" if is_idle else "█", style="bright_black" if is_idle else COLOURS[most])
         else:
             made.append("·", style="bright_black")
     return made

@@ -83,6 +83,7 @@ class VerifyResult(msgspec.Struct):
     plan: str = ""  # as it was resolved
     is_replay: bool = False  # compared with a replay of the pushes and pulls
     left_whole: str = ""  # what `tensor` did not cut, and why
+    unsteady: float = 0.0  # how much a step differs, relatively, if one process does it again
 
     @property
     def passed(self) -> bool:
@@ -319,6 +320,7 @@ class RoundingJudge:
                     self._judge(
                         verdict, follower, place, theirs, block, reference_tensor(own, place)
                     )
+            verdict.unsteady = max(verdict.unsteady, follower.unsteady)
             follower.copy_state(assemble_tensors(ranks.values(), "held"))
 
     def _judge(

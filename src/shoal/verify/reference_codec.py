@@ -29,6 +29,8 @@ from shoal.verify.reference_outer import (
     tree_total,
 )
 
+_Row = tuple[int, tuple[int, int]]  # of a key: its first piece, and how many
+
 
 class PackedTensor:
     """What replicas, and the owner of their sum, have not sent of one gradient."""
@@ -70,7 +72,8 @@ class PackedReplicas:
         }
         for i in seen:
             self.parameters[i].copy_(self.ahead.get(i, seen[i]))
-        with without_momentum(self.optimizer) if self.momenta else nullcontext():
+        packed = {self.parameters[i] for i in self.kept} if self.momenta else set()
+        with without_momentum(self.optimizer, packed) if packed else nullcontext():
             step()
         for i, before in seen.items():
             p, codec = self.parameters[i], change_codec(self.plan.codec)
@@ -84,6 +87,11 @@ class PackedReplicas:
     def combined(self, piece: Callable[[int], Values], scale: float) -> Values:
         """The sums of a step, and those of the buffers after them, which are not packed."""
         self.staged = {}
+        for i in [i for i in self.kept if not self.parameters[i].requires_grad]:
+            factor = self.kept[i].factor
+            self.kept[i] = PackedTensor(self.parameters[i], self.plan.num_replicas)
+            self.kept[i].factor = factor
+            self.ahead.pop(i, None)
         values = [piece(index) for index in range(self.plan.num_pieces)]
         count, size = len(self.parameters), self.plan.num_microbatches
         buffers = tree_sum(lambda index: values[index][count:], range(len(values)))
@@ -181,10 +189,15 @@ class PackedPushes(RoundedPushes):
         self.layout = make_layout(sizes, may_cut, plan.num_servers)
         self.parameters, self.plan, self.num_steps = parameters, plan, num_steps
         self.made, self.scale = 0, 1.0
-        self.kept, self.staged = dict[object, Tensor](), dict[object, Tensor]()
+        self.kept, self.staged = dict[_Row, Tensor](), dict[_Row, Tensor]()
 
     def begin(self, scale: float) -> None:
         self.staged, self.scale = {}, scale
+        frozen = [i for i, p in enumerate(self.parameters) if not p.requires_grad]
+        for (number, _), flat in self.kept.items():
+            for s in self.layout.segments(number):
+                if s.parameter in frozen:
+                    flat[s.place : s.place + s.length] = 0.0
 
     def commit(self) -> None:
         self.kept |= self.staged

@@ -220,7 +220,8 @@ class ReferenceOuter:
         num_steps: int,
         holders: Mapping[str, object] = {},
     ):
-        """`holders` are those of each parameter, where replicas are cut: each packs its own."""
+        """`holders` are those of each parameter, where replicas are cut: each packs its own, and
+        has servers of its own."""
         self.plan, self.num_steps = plan, num_steps
         trained = [
             [
@@ -231,19 +232,19 @@ class ReferenceOuter:
             for model in models
         ]
         names = {p: name for name, p in models[0].named_parameters()}
+        parts = [holders.get(names[p]) for p in trained[0]]
         self.fragments: list[list[FragmentPart]] = []
         for run in split_fragments([p.nbytes for p in trained[0]], plan.fragments):
             kinds: dict[object, list[int]] = {}
             for i in run:
-                key = trained[0][i].dtype, holders.get(names[trained[0][i]])
-                kinds.setdefault(key, []).append(i)
+                kinds.setdefault((trained[0][i].dtype, parts[i]), []).append(i)
             codec = make_codec(plan.codec)
             self.fragments.append(
                 [
                     FragmentPart(
                         [[own[i] for i in which] for own in trained],
                         codec,
-                        _keys(plan, trained, which),
+                        _keys(plan, trained[0], which, parts),
                     )
                     for which in kinds.values()
                 ]
@@ -298,14 +299,16 @@ def pipeline_ranks(run: Run, plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def _keys(
-    plan: Plan, trained: list[list[nn.Parameter]], which: Sequence[int]
+    plan: Plan, trained: Sequence[nn.Parameter], which: Sequence[int], parts: Sequence[object]
 ) -> list[Tensor] | None:
-    """Where servers divide a part of the parameters."""
+    """Where servers divide some parameters of a part of the model, which has its own servers."""
     if not plan.num_servers:
         return None
-    sizes = [(p.numel(), p.itemsize, p.dtype) for p in trained[0]]
-    layout = make_layout(sizes, True, plan.num_servers)
-    starts = dict(zip(which, accumulate((sizes[i][0] for i in which), initial=0)))
+    held = [i for i, part in enumerate(parts) if part == parts[which[0]]]
+    sizes = [(trained[i].numel(), trained[i].itemsize, trained[i].dtype) for i in held]
+    layout = make_layout(sizes, True, plan.num_servers // plan.num_parts)
+    firsts = accumulate((trained[i].numel() for i in which), initial=0)
+    starts = {held.index(i): first for i, first in zip(which, firsts, strict=False)}
     keys = []
     for number, key in enumerate(layout.keys):
         places = torch.full([key.stop - key.start], -1)

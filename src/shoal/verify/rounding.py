@@ -3,12 +3,13 @@
 A model may amplify its last bits without bound (a ReLU that flips, a route that changes, Adam on a
 gradient that is noise), so two correct runs may end far apart. A single step cannot. A `Follower`
 has the plan's state and does the step as one process would; a `PerturbedReplica` does it with every
-weight moved by an ulp. Of a step in several phases each is done from where the follower began it.
-How far the loss, gradients and buffers of the two differ is the model's own
-rounding, tensor by tensor; a plan may differ by a small multiple of it, since a long sum in another
-order is off by more than the last bit of its terms. Then the follower's optimizer steps on the
-plan's own gradients: nothing amplifies a difference any more, so the weights must agree up to their
-last bits.
+weight moved by an ulp, and once with none moved: a model whose step then differs draws numbers that
+are not torch's, or keeps state of its own, which excuses no plan. Of a step in several phases each
+is done from where the follower began it. How far the loss, gradients and buffers of the two differ
+is the model's own rounding, tensor by tensor; a plan may differ by a small multiple of it, since a
+long sum in another order is off by more than the last bit of its terms. Then the follower's
+optimizer steps on the plan's own gradients: nothing amplifies a difference any more, so the weights
+must agree up to their last bits.
 
 Cost: the forward and backward pass of a step twice, and up to `MOST_TWINS` times more where a
 difference looks like an error, since few perturbed replicas flip where the plan did.
@@ -131,6 +132,7 @@ class Follower(RecordingReplica):
         self._plain, self.optimize = self.optimize, self._step_on_theirs
         self._make_twin = functools.partial(PerturbedReplica, run, plan, pieces)
         self._twin: PerturbedReplica | None = None
+        self.unsteady = 0.0  # by how much a step differs that is only done again, if by any
 
     def step(self, batch: Batch) -> tuple[float, float]:
         self._batch, self._num_twins = batch, 0
@@ -172,7 +174,7 @@ class Follower(RecordingReplica):
         if not self._num_twins:
             self._meet_twin()
         yield bits + self._spread.get(key, 0.0)
-        while self._num_twins < MOST_TWINS:
+        while self._num_twins < MOST_TWINS and not self.unsteady:
             self._meet_twin()
             yield bits + self._spread.get(key, 0.0)
 
@@ -182,15 +184,27 @@ class Follower(RecordingReplica):
         All but the first are moved as far as rounding may move a plan, so that they flip where it
         may have flipped; their difference is divided by the number of ulps.
         """
-        self._twin = self._twin or self._make_twin()
+        if self._twin is None:
+            self._twin = self._make_twin()
+            self.unsteady = self._do_again(self._twin)
         num_ulps = TOLERANCE[self.precision] // 2 if self._num_twins else 1
         self._num_twins += 1
         seed = 1000 * self._batch.step + self._num_twins
         self._twin.follow(self.answers)
         made = self._twin.try_step(self._batch, self._before, num_ulps, seed)
-        for key in made.keys() & self.made.keys():
+        for key in made.keys() & self.made.keys() if not self.unsteady else ():
             spread = largest_difference(made[key], self.made[key]) / num_ulps
             self._spread[key] = max(self._spread.get(key, 0.0), spread)
+
+    def _do_again(self, twin: PerturbedReplica) -> float:
+        """By how much, relative to its size, a tensor differs if the last step is done again."""
+        twin.follow(self.answers)
+        made, differs = twin.try_step(self._batch, self._before, 0, 0), 0.0
+        for key in made.keys() & self.made.keys():
+            own, difference = self.made[key], largest_difference(made[key], self.made[key])
+            if difference > last_bits(key[0], own, self.parameters, self.precision):
+                differs = max(differs, difference / (largest_finite(own) or 1.0))
+        return differs
 
 
 def ulp(tensor: Tensor, precision: Precision) -> float:

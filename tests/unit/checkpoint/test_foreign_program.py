@@ -70,6 +70,25 @@ class Caching(nn.Module):
         return {"logits": self.last(x), **cache}
 
 
+class Counting(nn.Module):
+    """Asks for the number of samples by len(x), which torch.export takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.ones(1, 4)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(x + self.first.expand(len(x), -1))
+        return found
+
+
+def test_a_program_that_counts_samples_takes_any_number(tmp_path: Path) -> None:
+    model = Counting()
+    assert export_pt2(model, inputs(), tmp_path / "model.pt2").any_batch
+    found = exported_program.load_program(tmp_path / "model.pt2")
+    torch.testing.assert_close(found(x := torch.randn(7, 4)), model(x))
+
+
 def test_a_program_holds_no_cache(tmp_path: Path) -> None:
     model, given = Caching(), inputs()
     assert export_pt2(nn.Sequential(model), given, tmp_path / "model.pt2").any_batch

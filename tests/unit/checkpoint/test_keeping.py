@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,6 +113,34 @@ def test_ranks_do_not_wait_for_what_cannot_begin(pool: Pool, tmp_path: Path) -> 
     first, second = pool.run(save_in, 2, str(tmp_path), 0.0)
     assert first == ["", f"{tmp_path}: No space left on device"]
     assert second == ["", "rank 0 has given it up"]
+
+
+def save_changed_in(mesh: Mesh, path: str) -> list[str]:
+    """On a rank: save in a store in which rank 0 begins when the other has found a change."""
+    store, ended, tensor = Slow(Path(path)), list[SaveResult](), torch.arange(5.0)
+    name, copy = f"model.{mesh.rank}", Snapshot.copy
+
+    def copy_changed(snapshot: Snapshot) -> None:
+        if mesh.rank:
+            tensor.zero_()
+        copy(snapshot)
+
+    with patch.object(Snapshot, "copy", copy_changed):
+        saver = Saver(store, ended.append)
+        saver.save(mesh.world, NAME, {name: [whole_slice(tensor)]}, {}, ABOUT)
+        mesh.world.all_gather_numbers([1.0])
+        time.sleep(0.1)
+        store.may_begin.set()
+        saver.finish(mesh.world)
+    return [saved.problem for saved in ended]
+
+
+def test_ranks_do_not_wait_for_one_whose_state_was_changed(pool: Pool, tmp_path: Path) -> None:
+    """It discards the draft, although rank 0 makes it later."""
+    first, second = pool.run(save_changed_in, 2, str(tmp_path))
+    assert len(first) == 1 and first[0]
+    assert "was changed while it was being saved" in second[0]
+    assert DirectoryStore(tmp_path).names() == []
 
 
 class Frozen(nn.Module):

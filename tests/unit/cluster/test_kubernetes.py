@@ -172,6 +172,8 @@ def test_names_are_labels_of_dns(name: str) -> None:
     [
         ("", "names no image"),
         ("image=a", "names no claim"),
+        ("image=a,claim=My_Runs", "is not a name that Kubernetes allows"),
+        ("image=a b,claim=c", "has no spaces"),
         ("image=a,claim=b,cliam=c", "'cliam' is unknown. Did you mean 'claim'?"),
         ("image=a,claim=b,kind=pod", "Invalid enum value 'pod'"),
         ("image=a,claim=b,gpus=many", "Expected `int`"),

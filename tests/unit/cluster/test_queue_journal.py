@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.cluster.engine import JobRequest
@@ -162,6 +163,14 @@ def test_limits_are_read_and_wrong_ones_refused() -> None:
 )
 def test_how_a_job_ended(code: int | None, asked: StopAsked | None, state: str) -> None:
     assert judge_end(code, asked, 5.0)[0] == state
+
+
+def test_what_is_not_known_of_a_checkpoint_is_not_said() -> None:
+    """A signal may come when the last one is saved, and ends the command then."""
+    asked = StopAsked(job=1, at=0.0)
+    assert judge_end(143, asked, None)[1] == "it was asked to stop, and was killed by SIGTERM"
+    late = msgspec.structs.replace(asked, is_late=True)
+    assert judge_end(None, late, 5.0)[1].endswith("limit of 5 s, and left no exit code")
 
 
 def test_the_sizes_that_a_plan_can_have() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.comm import endpoint
@@ -57,5 +58,9 @@ def test_gloo_of_one_host_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -
     """Left alone it listens where the machine's name leads, which others may reach."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert Endpoint("/s").environment()["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth7": []})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # whoever says so is heard
     assert Endpoint("/s").environment()["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    with pytest.raises(UsageError, match=r"no interface of that name.*eth7, lo"):
+        Endpoint("/s").environment()

@@ -11,7 +11,7 @@ from shoal import logs
 from shoal.comm import mesh
 from shoal.comm.mesh import Axes, LauncherSeat
 from shoal.comm.rendezvous import join_store, serve_store
-from shoal.errors import FormError
+from shoal.errors import FormError, UsageError
 from shoal.world import World
 
 
@@ -91,6 +91,6 @@ def test_a_name_that_means_another_address_elsewhere_is_served_on_all(
 def test_a_port_that_is_taken_is_named(port: int) -> None:
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(FormError, match=rf"cannot listen at 127\.0\.0\.1:{port}: .*MASTER_PORT"),
+        pytest.raises(UsageError, match=rf"cannot listen at 127\.0\.0\.1:{port}: .*MASTER_PORT"),
     ):
         serve_store("127.0.0.1", port)

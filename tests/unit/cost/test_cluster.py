@@ -68,7 +68,12 @@ def test_units_are_read_and_hosts_may_differ() -> None:
         ('bandwidth = "1 Gbit/s"', 'bandwidth = "1e999 GB/s"', "between.bandwidth = '1e999 GB/s'"),
         ('memory = "64GB"', 'memory = "1e999GB"', "hosts[0].memory = '1e999GB' cannot be"),
         ("devices = 8", "devices = 999999", "2,000,002 devices, and may have 1,000,000"),
-        ('bandwidth = "1 Gbit/s"', 'bandwith = "1 Gbit/s"', "between.bandwidth, which it needs"),
+        (
+            'bandwidth = "1 Gbit/s"',
+            'bandwith = "1 Gbit/s"',
+            "it needs. It has between.bandwith: is that",
+        ),
+        ("devices = 8", "deviecs = 8", "hosts[0].devices, which it needs. It has hosts[0].deviecs"),
         ("shared_memory", "shared_memry", "inside.shared_memry is unknown. Did you mean 'shared_m"),
         ('memory = "64GB"', 'memory = "-64GB"', r"hosts[0].memory = '-64GB' cannot be"),
         ('memory = "64GB"', 'memory = "0GB"', "above 0"),
@@ -114,6 +119,7 @@ hosts = st.builds(
     st.integers(1, 10**6).map(lambda n: n * 10**6),
     st.floats(1e6, 1e15),
     st.sampled_from(["core", "gpu"]),
+    st.sampled_from([0.0, 2.5e13]),
 )
 
 
@@ -127,6 +133,7 @@ def test_what_is_written_is_read_again(
     assert again.between.bytes_per_s == pytest.approx(between.bytes_per_s, rel=1e-3)
     assert again.inside.latency_s == pytest.approx(inside.latency_s, rel=1e-3)
     assert [g.memory_bytes for g in again.hosts] == [g.memory_bytes for g in groups]
+    assert [g.half_flops for g in again.hosts] == [g.half_flops for g in groups]
 
 
 def test_a_file_that_exists_is_not_overwritten(tmp_path: Path) -> None:

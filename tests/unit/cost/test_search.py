@@ -99,7 +99,7 @@ def test_all_built_keys_are_searched() -> None:
         *("schedule=zero-bubble", "schedule=zbv", "stages=4", "microbatches=", "accumulate=2"),
         *("recompute=blocks", "offload=optimizer", "sums=ring", "sync=server", "servers=4"),
         *("staleness=1", "staleness=any", "local_steps=8", "outer=nesterov", "codec=int4"),
-        *("codec=bf16", "precision=bf16", "precision=fp16"),
+        *("codec=bf16", "precision=bf16", "precision=fp16", "memory=apart"),
     ):
         assert words in texts, words
     assert all(sentence.endswith(".") for sentence in RULES.values())

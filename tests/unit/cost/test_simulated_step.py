@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cost.explain import bubble_of
-from shoal.cost.round_times import finish_times
+from shoal.cost.round_times import round_seconds
 from shoal.cost.step_timeline import Slowness, gantt, pace_of
 from shoal.data.balance import can_balance
 from shoal.data.split import apportion_pieces
-from shoal.parallel.pipeline.schedules import order_work
 from shoal.plans.plan import Plan
 from tests.unit.cost.simulated_plans import BACKWARD_S, FORWARD_S, UPDATE_S, resolved, times_of
 
@@ -37,8 +36,7 @@ def test_bubble_of_equal_stages_is_the_formulas(schedule, pipeline, microbatches
 def test_ends_are_those_that_predict_finds() -> None:
     plan = resolved("data=1 pipeline=4 microbatches=8")
     times = times_of(plan, send_s=0.003)
-    order = order_work(plan.schedule, [[rank] for rank in range(4)], 8)
-    span_s = max(finish_times(order, times.stages).values())
+    span_s, _, _ = round_seconds(plan, times.stages)
     pace = pace_of(plan, times, even(plan))
     assert pace.step_s == pytest.approx(span_s + times.exchange_s + UPDATE_S)
 

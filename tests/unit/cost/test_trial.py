@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import msgspec
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +17,7 @@ from shoal.cost.cluster import Cluster, HostGroup, Link
 from shoal.cost.predict import memory_of_ranks, predict
 from shoal.cost.profile import ProcessBytes
 from shoal.cost.profiler import profile_run, sketch_run
-from shoal.cost.trial import MOST_HEAP, heap_factor, try_steps
+from shoal.cost.trial import MOST_HEAP, crowding, heap_factor, try_steps
 from shoal.data.sources import tensors
 from shoal.errors import RecipeError
 from shoal.system.processes import result_of_fork
@@ -70,6 +71,18 @@ def test_steps_are_tried_in_a_fork_that_leaves_nothing() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
     assert try_steps(run(fails=True), 1) is None
     assert try_steps(run(), 5) is None, "pieces that do not divide the batch"
+
+
+def test_steps_are_tried_beside_others_that_end_with_them(monkeypatch) -> None:
+    monkeypatch.setattr("shoal.cost.trial.cores", lambda: 2)
+    alone = try_steps(run(), 1)
+    assert alone is not None
+    before = {*psutil.Process().children(recursive=True)}  # of other tests
+    found = crowding(run(), alone)
+    assert found.num_processes == 2 and found.times >= 1.0
+    assert not {*psutil.Process().children(recursive=True)} - before
+    roomy = msgspec.structs.replace(alone, own_bytes=1 << 60)
+    assert crowding(run(), roomy).num_processes == 1, "without memory for two"
 
 
 def test_memory_is_what_a_process_of_one_rank_really_takes(

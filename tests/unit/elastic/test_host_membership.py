@@ -4,7 +4,7 @@ The simulation is that of `test_membership.py`, with hosts: all members of one e
 is heard of their ends, and what they had sent may be heard before the loss is or after it.
 """
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.elastic.actions import (
@@ -119,7 +119,6 @@ class HostCluster(Cluster):
         super().run_to_the_end()
 
 
-@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rules=st.sampled_from([PLAIN, WINDOWS, CUT, FIXED]),
@@ -163,7 +162,6 @@ def test_random_losses_and_joins(
         assert code == (75 if "no other host" in cause else 1)
 
 
-@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     rules=st.sampled_from([PLAIN, WINDOWS, CUT]),

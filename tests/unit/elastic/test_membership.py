@@ -351,7 +351,6 @@ class Cluster:
         raise AssertionError("the run neither ends nor gives up")
 
 
-@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_seats=st.integers(1, 4),
@@ -371,7 +370,6 @@ def test_random_schedules(seed: int, num_seats: int, num_spares: int, num_faults
     assert cluster.members.tick(cluster.now + 100) == []
 
 
-@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
     num_hosts=st.integers(1, 3),
@@ -392,7 +390,6 @@ def test_random_schedules_on_several_hosts(
     assert isinstance(cluster.ending, AllDone | GiveUp)
 
 
-@settings(max_examples=300)
 @given(
     seed=st.integers(0, 2**32 - 1),
     sizes=st.lists(

@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.events import meters
+from shoal.events.events import SpentEvent
 from shoal.events.meters import (
+    SpentReports,
     StepTotals,
     Stopwatch,
     memory_left_bytes,
@@ -86,3 +89,31 @@ def test_what_is_left_to_a_container_is_not_its_limit(tmp_path: Path) -> None:
     assert memory_left_bytes(tmp_path) == 150
     (old / "memory.usage_in_bytes").write_text("1000\n")
     assert memory_left_bytes(tmp_path) == 0
+
+
+def test_a_member_tells_what_it_spent_and_less_often_as_it_gets_older(monkeypatch) -> None:
+    now, told = [100.0], list[SpentEvent]()
+    monkeypatch.setattr(meters, "monotonic", lambda: now[0])
+    reports = SpentReports(told.append)
+    for number in range(1, 200_001):
+        now[0] += 0.01
+        reports.add(step(number, 1, Times(0.001, 0.002, 0.003, 0.004)))
+        if number == 300:
+            assert 6 <= len(told) < 20  # twice a second, and more often at first
+    reports.flush()
+    assert 300 < len(told) < 600
+    assert sum(one.steps for one in told) == 200_000
+    assert sum(one.since_s for one in told) == pytest.approx(2000)
+    assert sum(one.exchange for one in told) == pytest.approx(600)
+
+
+def test_a_server_tells_how_long_its_processor_was_busy(monkeypatch) -> None:
+    now, busy, told = [5.0], [2.0], list[SpentEvent]()
+    monkeypatch.setattr(meters, "monotonic", lambda: now[0])
+    monkeypatch.setattr(meters, "process_time", lambda: busy[0])
+    reports = SpentReports(told.append)
+    for _ in range(11):
+        reports.serve()
+        now[0], busy[0] = now[0] + 0.1, busy[0] + 0.025
+    assert told and not any(one.steps for one in told)
+    assert sum(one.waiting for one in told) == pytest.approx(3 * sum(one.compute for one in told))

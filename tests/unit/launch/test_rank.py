@@ -5,16 +5,20 @@ import logging
 import os
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.elastic.messages import Failed
 from shoal.errors import RUN_AGAIN, UsageError
+from shoal.launch import rank_peers
 from shoal.launch.rank import RankEnd, how_all_ended, train_as_rank
-from shoal.launch.rank_peers import RankCard, refuse_unlike_cards
+from shoal.launch.rank_peers import RankCard, RankPeers, refuse_unlike_cards
 from shoal.launch.train import Options
 from shoal.testing.ranks import Pool
 from shoal.training.options import Recipe
@@ -40,6 +44,24 @@ def test_all_done() -> None:
 def test_a_stop_is_to_be_gone_on_from_if_it_was_saved(saved: int, code: int) -> None:
     result = how_all_ended(dict.fromkeys(range(3), stopped(saved)), [], WORLD)
     assert (result.exit_code, result.stopped_by, result.cause) == (code, 15, "")
+
+
+def test_rank_0_stays_until_the_slow_ones_that_came_have_read_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine; else it would be taken for lost, and they would say so as well."""
+    monkeypatch.setattr(rank_peers, "FAILING_S", 0.05)
+    store = dist.HashStore()
+    slow = RankPeers(store, WORLD._replace(rank=1))  # and rank 2 never came
+    slow.tell("card", b"")
+    first = RankPeers(store, WORLD)
+    ending = threading.Thread(target=first.end_together, args=[2])
+    ending.start()
+    time.sleep(0.3)
+    assert ending.is_alive()
+    slow.end_together(2)
+    ending.join(10.0)
+    assert not ending.is_alive()
 
 
 def test_an_error_counts_before_what_it_caused() -> None:

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.checkpoint.chunks import MIN_SPLIT_BYTES, TensorRegion, assign_writers
@@ -44,7 +44,6 @@ def tilings(draw: st.DrawFn) -> tuple[list[Box], tuple[int, ...]]:
     return draw(st.permutations(boxes)), whole
 
 
-@settings(max_examples=300)
 @given(tilings())
 def test_what_was_cut_tiles(case: tuple[list[Box], tuple[int, ...]]) -> None:
     boxes, whole = case
@@ -54,7 +53,6 @@ def test_what_was_cut_tiles(case: tuple[list[Box], tuple[int, ...]]) -> None:
     assert not tile([*boxes, boxes[0]], whole)
 
 
-@settings(max_examples=500)
 @given(st.data())
 def test_tiling_is_what_painting_says(data: st.DataObject) -> None:
     whole = data.draw(shapes)
@@ -62,7 +60,6 @@ def test_tiling_is_what_painting_says(data: st.DataObject) -> None:
     assert tile(boxes, whole) == bool((painted(boxes, whole) == 1).all())
 
 
-@settings(max_examples=300)
 @given(st.data())
 def test_what_two_boxes_share(data: st.DataObject) -> None:
     whole = data.draw(shapes)
@@ -94,7 +91,6 @@ def test_boxes_outside_or_of_another_rank_do_not_fit() -> None:
         assert not wrong.fits((2, 2))
 
 
-@settings(max_examples=100)
 @given(st.data())
 def test_each_byte_is_dealt_to_one_of_its_holders(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 5))

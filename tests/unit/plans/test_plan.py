@@ -265,7 +265,7 @@ def test_keys_without_effect_are_refused(text: str, way_out: str) -> None:
         ("data=2 pipeline=2 local_steps=4 fragments=2", "fragments of its own part"),
         ("data=4 zero=3 replicas=2 local_steps=4 codec=int8", "could not prove it"),
         ("data=4 pipeline=2 zero=3 replicas=2 local_steps=4 codec=int8", "could not prove it"),
-        ("data=2 pipeline=2 sync=server servers=2 local_steps=4 codec=int8", "keys of their own"),
+        ("data=2 tensor=2 sync=server servers=2 local_steps=4 codec=int8", "an order of their own"),
         ("data=2 pipeline=2 sync=server local_steps=4", "Use servers=2, or another multiple of 2"),
         ("data=2 tensor=2 sync=server servers=2 local_steps=4 staleness=1", "different answers"),
         ("data=4 zero=3 replicas=2 sync=server local_steps=4", "Use zero=2, or leave sync"),
@@ -556,3 +556,8 @@ def test_copies_of_servers_that_count_replicas_keep_both_numbers() -> None:
     plan = Plan.parse("data=2 sync=server servers=2 copies=2 pieces=4 local_steps=2")
     with pytest.raises(UsageError, match="data 2 -> 4: numbers of replicas and servers do not"):
         resize_plan(plan, "data=4")
+
+
+def test_a_teacher_has_no_ranks() -> None:
+    with pytest.raises(PlanError, match=r"no key 'teacher'.*`--set loaders=N` asks it"):
+        Plan.parse("data=2 teacher=1")

@@ -168,7 +168,7 @@ def test_records_tell_teachers_apart() -> None:
     ("teacher", "given", "words"),
     [
         ({"num_classes": 5}, {}, r"\[2, 5\], and the student \[2, 3\]"),
-        ({}, {"hidden": {"nine": "0"}}, "no layer 'nine'"),
+        ({}, {"hidden": {"nine": "0"}}, "no layer 'nine'. Known: 0"),
         ({}, {"hidden": {"0": "zero"}}, "no layer 'zero'"),
         ({}, {"alpha": 0.0}, "alpha=0"),
         ({}, {"alpha": 1.5}, "alpha=1.5"),

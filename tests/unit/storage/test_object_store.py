@@ -1,5 +1,6 @@
 """What is special about checkpoints in an object store, on one in memory."""
 
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from shoal.checkpoint.manifest import MANIFEST
 from shoal.errors import BadCheckpoint, UsageError
+from shoal.storage import object_client
 from shoal.storage.object_client import ObjectClient, RetryPolicy, StoreError
 from shoal.storage.object_store import ObjectStore, RangeCache, open_store
 from shoal.storage.store import SEAL, DirectoryStore
@@ -26,6 +28,18 @@ def test_a_young_draft_is_not_swept(memory: Any) -> None:
     assert draft.read(PART) == b"{}"
     draft.commit(drop=[PART])
     assert store.names() == [NAME]
+
+
+def test_webhdfs_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("requests", reason="needs the extra hdfs")
+    monkeypatch.setattr(object_client, "_LIMIT_S", (0.1, 0.1))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"webhdfs://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(StoreError, match=r"cannot look at .*/a: .*imed out.*tried 2 times"):
+            ObjectClient(where, {}, HASTY._replace(num_tries=2)).size("a")
+    with pytest.raises(StoreError, match=r"\?\.\.\. \(Caused by") as caught:
+        ObjectClient(where, {"token": "hunter2"}, RetryPolicy(num_tries=1)).size("a")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_death_before_the_seal_leaves_no_checkpoint(

@@ -11,10 +11,12 @@ import torch
 import shoal
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
+from shoal.storage import object_client
 from shoal.storage.object_client import ObjectClient, RetryPolicy, StoreError
 from shoal.storage.object_store import ObjectStore
 from shoal.testing.sources import Case, SourceConformance, in_fork
 from shoal.testing.stores import StoreConformance, StoreLocation
+from tests.support.servers import Server
 from tests.support.store_servers import S3_KEY, S3_SECRET, Hdfs, start_hdfs, start_seaweedfs
 
 HASTY = RetryPolicy(num_tries=2, first_pause_s=0.01, most_pause_s=0.05)
@@ -31,13 +33,19 @@ def hdfs() -> Iterator[Hdfs]:
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
+def weed() -> Iterator[Server]:
     pytest.importorskip("s3fs", reason="needs the extra s3")
-    with pytest.MonkeyPatch.context() as patched, start_seaweedfs() as server:
+    with start_seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3(weed: Server) -> Iterator[str]:
+    with pytest.MonkeyPatch.context() as patched:
         for name, value in {
             "AWS_ACCESS_KEY_ID": S3_KEY,
             "AWS_SECRET_ACCESS_KEY": S3_SECRET,
-            "AWS_ENDPOINT_URL_S3": server.url,
+            "AWS_ENDPOINT_URL_S3": weed.url,
             "AWS_DEFAULT_REGION": "us-east-1",
         }.items():
             patched.setenv(name, value)
@@ -129,8 +137,29 @@ def test_a_file_that_changes_is_lost(url: str) -> None:
     client.put("data/changing.csv", TABLE + b"5,v\n")
     with pytest.raises(SourceLost, match="changed after it was opened"):
         rows[1]
+    client.put("data/changing.csv", TABLE[:8])  # so that it ends before the record
+    with pytest.raises(SourceLost, match="changed after it was opened"):
+        rows[3]
     with pytest.raises(UsageError, match="does not exist"):
         shoal.data.csv(f"{url}/data/none.csv")
+
+
+def test_a_store_that_hangs_ends_the_wait(
+    weed: Server, s3: str, hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though each back end repeats by itself, or waits for ever."""
+    monkeypatch.setattr(pytest.importorskip("s3fs").S3FileSystem, "read_timeout", 0.5)
+    for url, hung in ((s3, [weed]), (hdfs.web_url, hdfs.data_nodes)):
+        rows = shoal.data.csv(put_table(url))
+        monkeypatch.setattr(object_client, "_LIMIT_S", (3.0, 60.0))
+        _hasty(rows)
+        for each in hung:
+            each.pause()
+        with pytest.raises(SourceLost, match=r"cannot read .*t\.csv.* It was tried 2 times"):
+            rows[0]
+        for each in hung:
+            each.resume()
+        assert rows[1] == ROWS[1]
 
 
 def test_wrong_keys_of_s3_are_refused_at_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:

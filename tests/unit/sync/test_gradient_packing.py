@@ -99,3 +99,14 @@ def test_only_large_tensors_are_in_packed_buckets() -> None:
     ]
     assert [b.indices for b in buckets] == [[1], [2, 0]], "in the order in which they fill"
     assert [len(pad) for b in buckets for pad in b.padding] == [72, 448]
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_other_types_are_packed_in_single_precision(
+    dtype: torch.dtype, scale: float
+) -> None:
+    """As factors of a low rank are, and as one process does that plays all replicas."""
+    for own in filled(0, 2).buckets.values():
+        row = torch.zeros(own.starts[-1], dtype=dtype)
+        assert own.prepare(row, scale)[0].dtype == torch.float32

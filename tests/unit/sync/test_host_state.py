@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from shoal.comm.mesh import Mesh
 from shoal.comm.tree import Block
 from shoal.numerics.fused_steps import Runs, begin_count, count_of, step_groups, why_not_in_runs
-from shoal.sync.host_state import CHUNK, MemoryLayout, why_apart
+from shoal.sync.host_state import CHUNK, HostState, MemoryLayout, why_apart
+from shoal.testing.ranks import Pool
 
 LENGTHS = [1, 7, 1024, 3 * CHUNK + 5, 65, 2_000_003]
 
@@ -96,3 +98,35 @@ def test_what_cannot_be_shared_is_named() -> None:
     viewed = nn.ParameterList([nn.Parameter(torch.zeros(8))])
     viewed.append(nn.Parameter(viewed[0].data[2:4]))
     assert "views of one another" in why_apart(viewed, AdamW(viewed.parameters(), **fused))
+
+
+def test_a_buffer_without_memory_of_its_own_is_no_view() -> None:
+    """As a quantised weight has none: it is made of other tensors."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("empty", torch.zeros(4, device="meta"))
+    model.register_buffer("sparse", torch.eye(4).to_sparse())
+    assert why_apart(model, AdamW(model.parameters(), fused=True)) == ""
+    model.register_buffer("view", model.weight.data[1:])
+    assert "view is a view" in why_apart(model, AdamW(model.parameters(), fused=True))
+
+
+def test_a_gradient_changes_no_version_of_the_state_beside_it(pool: Pool) -> None:
+    """A save refuses state whose version has changed since it began."""
+    assert pool.run(versions_beside_gradients, 2) == [True, True]
+
+
+def versions_beside_gradients(mesh: Mesh) -> bool:
+    model = nn.Linear(3, 2)
+    optimizer, blocks = Adam(model.parameters()), [[Block(rank, 1)] for rank in range(2)]
+    host = HostState.make(mesh.world, model, optimizer, dict(model.named_parameters()), blocks)
+    assert host is not None
+    host.settle()
+    host.agreed([True, True])
+    host.step(1.0, keeps=False)
+    state = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    held = [*model.parameters(), *state]
+    versions = [tensor._version for tensor in held]
+    for row in host.gradient_rows(0):
+        row.zero_()
+    host.leave()
+    return len(state) == 6 and versions == [tensor._version for tensor in held]

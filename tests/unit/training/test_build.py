@@ -58,6 +58,22 @@ def test_a_codec_that_packs_nothing_is_refused(plan: str) -> None:
     build_model(run, resolved(run, f"data=2 {plan}")).seeds.close()
 
 
+def test_servers_do_not_round_what_stages_share() -> None:
+    """The servers of each part would round it in other blocks, and its copies would part."""
+
+    def model() -> nn.Module:
+        wide = [nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)]
+        made = nn.Sequential(nn.Linear(32, 32), *wide, nn.Linear(32, 32), nn.Linear(32, zoo.KINDS))
+        made[4].weight = made[0].weight
+        return made
+
+    run = dataclasses.replace(zoo.mlp(), model=model)
+    plan = "data=2 pipeline=2 sync=server servers=2 local_steps=3"
+    with pytest.raises(PlanError, match=r"share 0\.weight, and the servers of each would round"):
+        build_model(run, resolved(run, f"{plan} codec=int8"))
+    build_model(run, resolved(run, plan)).seeds.close()
+
+
 def test_a_parameter_with_a_hook_is_refused_under_zero_3() -> None:
     def model() -> nn.Module:
         made = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, zoo.KINDS))

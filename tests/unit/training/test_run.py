@@ -272,3 +272,18 @@ def test_a_custom_step_is_evaluated_by_metrics_alone() -> None:
         list(trainer)
         with pytest.raises(UsageError, match="There is nothing to measure"):
             trainer.evaluate(held_out)
+
+
+def test_a_lazy_module_is_called_before_the_model_is_given() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+
+    def called() -> nn.Module:
+        made = model()
+        made(torch.ones(2, 2))
+        return made
+
+    run = with_step(model=model)
+    with pytest.raises(RecipeError, match=r"^0\.weight has no shape yet: its module is a lazy one"):
+        run.make_model()
+    assert dataclasses.replace(run, model=called).make_model()

@@ -1,5 +1,8 @@
 """The plan of a trial, by the cores it gets; and its last word."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +54,41 @@ def test_the_last_word_of_a_trial(tmp_path: Path) -> None:
     assert read_end(run_dir) == TrialEnd(1, "why\\udcff", "trace", 3)
     end_path(run_dir).write_bytes(b'{"exit_code"')
     assert read_end(run_dir) is None
+
+
+_DIFFERENCE = """
+import json, os, sys
+import json
+import subprocess
+import sys
+from pathlib import Path
+from shoal.system.fork_server import WorkerSpec
+from shoal.training.goal import Goal
+from shoal.training.options import Recipe
+from shoal.tuning.space import Space
+from shoal.tuning.trial_process import VARIABLE, TrialJob, prepare_trials
+from shoal.storage.decoding import encode_json
+
+recipe = Recipe.named(sys.argv[1], {"steps": "2"})
+_, main = prepare_trials(recipe, Space.parse("seed=int:0..3"), Goal.parse("loss"), None, 1)
+before = set(sys.modules)
+cores = list(os.sched_getaffinity(0))[:1]
+job = TrialJob(settings={"seed": "1"}, run_dir=sys.argv[2], cores=cores, plan="data=1 pieces=1")
+code = main(WorkerSpec(0, os.devnull, {VARIABLE: encode_json(job).decode()}))
+print(json.dumps([code, sorted(name for name in set(sys.modules) - before if "shoal" in name)]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.timeout(200)
+def test_a_trial_imports_nothing_that_the_others_could_share(tmp_path: Path) -> None:
+    recipe = f"{Path(__file__).parents[2] / 'system' / 'tiny.py'}:line"
+    done = subprocess.run(
+        [sys.executable, "-c", _DIFFERENCE, recipe, str(tmp_path / "0000")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=190,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, []]

@@ -29,9 +29,13 @@ def test_its_own_failure_is_final(end: TrialEnd) -> None:
     assert is_final(end)
 
 
-@pytest.mark.parametrize(
-    "end", [None, TrialEnd(75), TrialEnd(143), TrialEnd(1, "gone", is_lost=True)]
-)
+def test_a_trial_that_was_stopped_by_hand_is_paused() -> None:
+    assert judged(TrialEnd(75)).what == "pause"
+    assert judged(TrialEnd(75, "gone", is_lost=True)).what == "resume"
+    assert not is_final(TrialEnd(75))
+
+
+@pytest.mark.parametrize("end", [None, TrialEnd(143), TrialEnd(1, "gone", is_lost=True)])
 def test_a_loss_is_resumed_a_few_times(end: TrialEnd | None) -> None:
     assert not is_final(end)
     for number in range(1, MOST_LOSSES):

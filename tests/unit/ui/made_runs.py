@@ -36,6 +36,19 @@ def event_lines(ranks: int) -> list[dict[str, Any]]:
     return [started, *seats, {"event": "formed", "time": BEGAN, "generation": 0, "step": 0}]
 
 
+def spent_lines(steps: list[dict[str, Any]], ranks: int, together: int = 10) -> Any:
+    """What each rank says of its time, of some steps in one event."""
+    for first in range(0, len(steps), together):
+        part = steps[first : first + together]
+        for rank in range(ranks):
+            busy = sum(step["ranks"][rank] for step in part)
+            spent = {"data": 0.001 * len(part), "exchange": 0.003 * len(part)}
+            spent["compute"] = busy - spent["data"]
+            spent["waiting"] = sum(max(step["ranks"]) for step in part) - busy
+            told = {"event": "spent", "time": part[-1]["time"], "rank": rank, "steps": len(part)}
+            yield told | {"since_s": 0.02 * len(part)} | spent
+
+
 def loss_of_rank(rank: int, step: int, ms: float = 400.0) -> list[dict[str, Any]]:
     """A rank is killed after a step, and a spare takes its seat."""
     time = BEGAN + step * 0.02
@@ -78,6 +91,8 @@ def make_run(
     path.mkdir(parents=True, exist_ok=True)
     (path / "run.json").write_text(json.dumps(described(steps, ranks, **more)))
     numbers = range(1, (steps if made is None else made) + 1)
-    write_lines(path / "metrics.jsonl", (step_line(step, ranks, draw) for step in numbers))
+    lines = [step_line(step, ranks, draw) for step in numbers]
+    write_lines(path / "metrics.jsonl", lines)
     write_lines(path / "events.jsonl", event_lines(ranks))
+    write_lines(path / "spent.jsonl", spent_lines(lines, ranks))
     return path

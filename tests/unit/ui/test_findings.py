@@ -1,17 +1,20 @@
 """The bottleneck is what the figures say, and comes with what to try."""
 
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plans.keys import KEYS
+from shoal.plans.plan import Plan
 from shoal.ui.findings import compression_in_words, find_bottleneck, settings_differences
 from shoal.ui.records import Totals
-from shoal.ui.run_reader import read_view
+from shoal.ui.run_reader import plan_keys, read_view
 from tests.unit.ui.made_runs import make_run
 
+_CHANGES = re.compile(r"\w+=\w+(?: \w+=\w+)*")
 SHARES = st.floats(0, 1000)
 
 
@@ -49,8 +52,29 @@ def test_what_takes_the_time_is_named(found: Totals, kind: str, words: str) -> N
 
 def test_what_the_plan_has_is_not_advised() -> None:
     found = totals(compute=5, exchange=5)
-    told = find_bottleneck(found, {"codec": "int8", "local_steps": "8", "sums": "ring"}, 2).tries
-    assert told == ["More work between two exchanges: a larger batch_size, with accumulate=4."]
+    told = find_bottleneck(found, {"data": "2", "codec": "int8", "local_steps": "8"}, 2).tries
+    assert told == ["More work between two exchanges: a larger batch_size, accumulate=4."]
+
+
+def test_ranks_that_run_ahead_are_held_by_the_slow_one_and_by_no_link() -> None:
+    slow = {"slowest": "rank 1", "slowest_times": 3.0}
+    found = msgspec.structs.replace(totals(compute=5, exchange=5), **slow)
+    plan = {"data": "2", "sync": "server", "staleness": "2"}
+    assert "rank 1 takes 3.0x" in find_bottleneck(found, plan, 2).sentence
+    assert find_bottleneck(found, {"data": "2"}, 2).kind == "exchange"
+
+
+def test_stages_that_wait_are_told_of_microbatches() -> None:
+    found = find_bottleneck(totals(compute=5, waiting=5), {"data": "1", "pipeline": "2"}, 2)
+    assert "another stage" in found.sentence and "microbatches" in found.tries[0]
+
+
+def test_a_packed_gradient_does_not_help_who_sends_next_to_nothing() -> None:
+    """Ranks of one host pass theirs through memory."""
+    found = msgspec.structs.replace(totals(compute=5, exchange=5), bytes_sent=54_000)
+    told = find_bottleneck(found, {"data": "2"}, 2)
+    assert "little is sending (540 B a rank)" in told.sentence
+    assert not any("codec" in text for text in told.tries)
 
 
 def test_one_rank_waits_for_nobody() -> None:
@@ -66,13 +90,30 @@ def test_there_is_always_a_sentence(
     assert find_bottleneck(found, {}, ranks).sentence.endswith(".")
 
 
-def test_advice_names_keys_that_there_are() -> None:
-    kinds = [totals(compute=1, **{kind: 9.0}) for kind in ("exchange", "waiting")]
-    kinds.append(totals(compute=9))
-    for found in kinds:
-        for words in find_bottleneck(found, {}, 2).tries:
-            keys = [word.split("=")[0] for word in words.replace(",", " ").split() if "=" in word]
-            assert all(key in {*KEYS, "batch_size"} for key in keys), words
+PLANS = (
+    *("", "data=2 pieces=2", "data=2 sync=server servers=2 staleness=2", "data=4 zero=1"),
+    *("data=2 zero=3", "data=1 pipeline=2 pieces=8", "data=2 tensor=2", "data=2 local_steps=4"),
+    *("data=2 codec=int8", "data=2 sums=ring", "data=2 precision=bf16", "data=2 pieces=16"),
+)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["compute", "exchange", "waiting"])
+def test_advice_is_what_a_run_of_this_plan_can_take(plan: str, kind: str) -> None:
+    keys = plan_keys(plan)
+    tries = find_bottleneck(totals(**{"compute": 1.0, kind: 9.0}), keys, 2).tries
+    assert tries
+    for words in _CHANGES.findall("\n".join(tries)):
+        changed = keys | dict(word.split("=") for word in words.split())
+        if "pieces" not in words:
+            changed.pop("pieces", None)
+        Plan.parse(" ".join(f"{key}={value}" for key, value in changed.items()))
+
+
+def test_what_a_run_paused_for_is_not_lost() -> None:
+    seconds = {"compute": 50.0, "data": 0.0, "exchange": 0.0, "waiting": 0.0}
+    found = Totals(steps=100, seconds=seconds, wall_s=5000, paused_s=4945)
+    assert find_bottleneck(found, {"data": "2"}, 2).kind == "compute"
 
 
 def test_what_a_codec_saves_is_said(tmp_path: Path) -> None:
@@ -83,6 +124,8 @@ def test_what_a_codec_saves_is_said(tmp_path: Path) -> None:
         told
         == "1 kB a step and rank; a ring all-reduce of fp32 gradients sends 4 kB, 4.0 times that"
     )
+    told = compression_in_words(found, {"data": "2"}, 1000)
+    assert told.endswith("what ranks of one host pass through shared memory is not sent")
 
 
 def test_only_settings_that_differ_are_listed(tmp_path: Path) -> None:

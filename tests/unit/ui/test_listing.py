@@ -40,6 +40,13 @@ def test_one_run_is_a_directory_too(tmp_path: Path) -> None:
     assert (row.id, row.state, row.step) == (".", "done", 5)
 
 
+@pytest.mark.parametrize("name", ["servers", "images", "logs", "trace", "checkpoints"])
+def test_a_run_may_have_the_name_of_a_part_of_a_run(tmp_path: Path, name: str) -> None:
+    make_run(tmp_path / name, steps=1)
+    (tmp_path / name / name).mkdir()
+    assert [row.id for row in RunDirectory(tmp_path).list_all().runs] == [name]
+
+
 def test_a_study_and_its_trials(tmp_path: Path) -> None:
     study = tmp_path / "runs/digits-tune-1"
     make_run(study / "trials/0000", steps=5)

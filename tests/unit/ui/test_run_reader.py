@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from shoal.storage.line_tail import LineTail
+from shoal.ui import history
 from shoal.ui.run_reader import MOST_CELLS, RunReader, read_view
 from tests.mutations import mutated
 from tests.unit.ui.made_runs import (
@@ -109,6 +110,14 @@ def test_a_run_that_resumes_from_an_earlier_step_is_read_again(tmp_path: Path) -
     assert reader.look().step == 11
 
 
+def test_the_time_between_two_commands_is_told_apart(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=100, made=30)
+    later = {"event": "started", "time": BEGAN + 3600, "member": 0, "pid": 1}
+    write_lines(run / "events.jsonl", [later], "a")
+    totals = read_view(run).totals
+    assert totals.paused_s == 3600 and totals.wall_s == pytest.approx(3601)
+
+
 def test_bad_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=10)
     with (run / "metrics.jsonl").open("ab") as file:
@@ -173,7 +182,9 @@ def test_a_directory_that_goes_while_it_is_watched(tmp_path: Path) -> None:
     assert view.state == "unreadable" and "is gone" in view.reason and not view.curves.step
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "events.jsonl", "outcome.json"])
+@pytest.mark.parametrize(
+    "name", ["run.json", "metrics.jsonl", "events.jsonl", "spent.jsonl", "outcome.json"]
+)
 def test_no_change_of_a_file_makes_it_raise(tmp_path: Path, name: str) -> None:
     run, draw = make_run(tmp_path / "run", steps=8), random.Random(name)
     write_lines(run / "events.jsonl", loss_of_rank(1, 4), "a")
@@ -187,6 +198,46 @@ def test_no_change_of_a_file_makes_it_raise(tmp_path: Path, name: str) -> None:
         (run / name).write_bytes(mutated(content, draw))
         encoded = msgspec.json.encode(read_view(run))
         assert len(encoded) < 1 << 20
+
+
+def test_every_member_has_the_time_that_it_tells_of(tmp_path: Path) -> None:
+    """Under servers that are not waited for, say: no rank is drawn as another one was."""
+    run = make_run(tmp_path / "run", ranks=1)
+    seats = [{"event": "seat", "rank": 1, "pid": 8}, {"event": "seat", "rank": 2, "server": 0}]
+    spent = {"event": "spent", "since_s": 1.0, "time": BEGAN + 1, "steps": 5}
+    lines = [
+        spent | {"rank": 1, "data": 0.5, "compute": 0.25},
+        spent | {"rank": 1, "time": BEGAN + 2, "compute": 1.0},
+        spent | {"rank": 2, "server": 0, "steps": 0, "compute": 0.25, "waiting": 0.75},
+        spent | {"rank": 10**6},  # as no run has
+    ]
+    write_lines(run / "events.jsonl", seats, "a")
+    write_lines(run / "spent.jsonl", lines, "a")
+    view = read_view(run)
+    ours, slow, server = view.strips.workers
+    assert (ours.name, slow.name, server.name) == ("rank 0", "rank 1", "server 0")
+    assert slow.totals == {"data": 0.5, "compute": 1.25, "exchange": 0.0, "waiting": 0.0}
+    first, last = len(slow.shares["data"]) // 4, -5
+    assert [ord(slow.shares[kind][first]) - 48 for kind in ("data", "compute")] == [32, 16]
+    assert [ord(slow.shares[kind][last]) - 48 for kind in ("data", "compute")] == [0, 64]
+    assert server.is_server and server.totals["waiting"] == 0.75
+    assert view.totals.slowest == "rank 1" and view.totals.slowest_times > 10
+    means = [(ours.totals[kind] + slow.totals[kind]) for kind in ours.totals]
+    found = [view.totals.seconds[kind] for kind in ours.totals]
+    assert [one / sum(found) for one in found] == pytest.approx(
+        [one / sum(means) for one in means], abs=1e-3
+    )
+
+
+def test_what_members_tell_of_their_time_stays_bounded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    spent = {"event": "spent", "rank": 1, "since_s": 1.0, "steps": 1, "compute": 1.0}
+    told = 20 * history.MOST_SPENT
+    write_lines(run / "spent.jsonl", (spent | {"time": BEGAN + 2 + i} for i in range(told)), "a")
+    reader = RunReader(run)
+    view = reader.look()
+    assert view.strips.workers[1].totals["compute"] == pytest.approx(told, rel=0.01)
+    assert len(reader._history.seats["rank 1"].spent) <= history.MOST_SPENT
 
 
 def test_what_is_shown_stays_small(tmp_path: Path) -> None:
@@ -239,7 +290,9 @@ def test_waiting_ever_longer_is_one_incident(tmp_path: Path) -> None:
 
 def test_a_stopped_and_a_failed_run_say_why(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=50, made=10)
-    assert read_view(run).state == "failed"
+    view = read_view(run)
+    assert view.state == "failed" and view.num_incidents == 1
+    assert (view.incidents[0].step, view.incidents[0].cause) == (10, view.reason)
     write_lines(
         run / "events.jsonl", [{"event": "stopping", "time": BEGAN, "signal": "SIGINT"}], "a"
     )

@@ -233,5 +233,5 @@ def test_it_listens_on_loopback_alone() -> None:
 
 
 def test_an_action_that_there_is_not(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="stop and resize"):
+    with pytest.raises(UsageError, match="stop, save and resize"):
         control_run(tmp_path, "burn", "")

@@ -2,7 +2,6 @@
 
 import math
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +11,7 @@ from shoal.ui.step_buckets import StepBuckets, StepRow, StepSeconds
 LOSSES = st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.inf), st.just(math.nan))
 
 
-def rows_of(losses: list[float | None], ranks: int) -> list[StepRow]:
+def rows_of(losses: list[float | None]) -> list[StepRow]:
     return [
         StepRow(
             step=number,
@@ -20,17 +19,16 @@ def rows_of(losses: list[float | None], ranks: int) -> list[StepRow]:
             samples=number % 7,
             bytes_sent=3,
             times=StepSeconds(0.1, 0.5, 0.25, 0.125),
-            ranks=[0.5 + (number + rank) % 3 for rank in range(ranks)],
         )
         for number, loss in enumerate(losses, 1)
     ]
 
 
-@given(st.lists(LOSSES, max_size=300), st.integers(1, 3), st.integers(1, 60), st.integers(0, 500))
+@given(st.lists(LOSSES, max_size=300), st.integers(1, 60), st.integers(0, 500))
 def test_sums_and_extremes_survive_any_cut_and_any_width(
-    losses: list[float | None], ranks: int, block: int, foretold: int
+    losses: list[float | None], block: int, foretold: int
 ) -> None:
-    rows = rows_of(losses, ranks)
+    rows = rows_of(losses)
     most, step_buckets.MOST_BUCKETS = step_buckets.MOST_BUCKETS, 16
     try:
         made = StepBuckets(foretold)
@@ -41,9 +39,9 @@ def test_sums_and_extremes_survive_any_cut_and_any_width(
     assert len(made.buckets) <= 16
     assert sum(b.num_steps for b in made.buckets) == len(rows)
     assert sum(b.samples for b in made.buckets) == sum(row.samples for row in rows)
-    for rank in range(ranks if rows else 0):
-        total = math.fsum(row.ranks[rank] for row in rows)
-        assert math.isclose(math.fsum(b.busy[rank] for b in made.buckets), total)
+    for number in range(4):
+        total = math.fsum(b.seconds[number] for b in made.buckets)
+        assert math.isclose(total, len(rows) * (0.1, 0.5, 0.25, 0.125)[number])
     finite = [row.loss for row in rows if row.loss is not None and math.isfinite(row.loss)]
     found = [b.extents["loss"] for b in made.buckets if "loss" in b.extents]
     assert sum(one.count for one in found) == len(finite)
@@ -59,17 +57,6 @@ def test_a_run_of_any_length_is_held_in_the_same_number_of_buckets() -> None:
         made.add((StepRow(first + i, loss=1.0) for i in range(1, 10_001)), {})
     assert len(made.buckets) <= step_buckets.MOST_BUCKETS
     assert sum(bucket.num_steps for bucket in made.buckets) == 60_000
-
-
-def test_a_resized_run_keeps_the_sums_of_every_rank() -> None:
-    rows = [
-        *rows_of([1.0] * 3, 2),
-        *(msgspec.structs.replace(r, step=r.step + 3) for r in rows_of([1.0] * 3, 4)),
-    ]
-    made = StepBuckets(6000)
-    made.add(rows, {})
-    (bucket,) = made.buckets
-    assert len(bucket.busy) == 4 and bucket.num_ranked == 6
 
 
 def test_steps_that_come_again_or_cannot_be_count_once_or_not() -> None:

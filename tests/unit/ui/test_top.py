@@ -56,3 +56,11 @@ def test_an_empty_directory_is_shown_too(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     console = Console(file=io.StringIO(), width=40)
     console.print(draw(read_view(tmp_path / "run"), 40))
+
+
+def test_a_narrow_terminal_shows_who_each_strip_is_of(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", ranks=12)
+    for width in (40, 59, 60, 80, 160):
+        lines = shown(run, width).splitlines()
+        (strip,) = [line for line in lines if "rank 11" in line]
+        assert len(strip) <= width and strip.count("█") + strip.count("·") >= min(width, 100) // 2

@@ -109,13 +109,20 @@ def judge_end(
     if exit_code == RUN_AGAIN:
         return "stopped", late if asked is not None and asked.is_late else "it was asked to stop"
     if asked is not None and asked.is_late:
-        return "failed", f"{late}, and ended without a checkpoint"
+        return "failed", f"{late}, and {_how(exit_code)}"
     if asked is not None:
-        return "stopped", "it was ended at once" if asked.now else "it ended without a checkpoint"
+        told = "it was to end at once" if asked.now else "it was asked to stop"
+        return "stopped", f"{told}, and {_how(exit_code)}"
     if exit_code is None:
         return "failed", "it ended while no agent watched, and left no exit code"
-    status = exit_code if exit_code < 128 else 128 - exit_code
-    return "failed", f"it {describe_exit(status)}; `shoal logs` shows what it printed"
+    return "failed", f"it {_how(exit_code)}; `shoal logs` shows what it printed"
+
+
+def _how(exit_code: int | None) -> str:
+    """How a process ended that may or may not have saved before."""
+    if exit_code is None:
+        return "left no exit code"
+    return describe_exit(exit_code if exit_code < 128 else 128 - exit_code)
 
 
 class _RunLine(msgspec.Struct, frozen=True):

@@ -127,6 +127,8 @@ class CassandraRows(KeyedRows):
 
     def _key_in(self, row: dict[str, Any]) -> Any:
         key = tuple(row[name] for name in self._names)
+        if None in key:  # of a partition that has static columns and no row
+            return None
         return key if len(key) > 1 else key[0]
 
 
@@ -181,9 +183,10 @@ def _opened(connect: Callable[[], Any], timeout_s: float) -> Any:
 
 def _may_pass(error: Exception) -> bool:
     driver = require("cassandra", "cassandra")
-    inner = getattr(error, "errors", None)  # of each host that was tried
-    if isinstance(inner, dict) and inner:
-        return any(map(_may_pass, inner.values()))
+    inner = getattr(error, "errors", None)  # of each host that was tried: errors, or words
+    said = list(inner.values()) if isinstance(inner, dict) else []
+    if any(isinstance(each, Exception) for each in said):
+        return any(map(_may_pass, said))
     if isinstance(error, driver.AuthenticationFailed | driver.Unauthorized):
         return False
     passing = (OSError, driver.Timeout, driver.Unavailable, driver.OperationTimedOut)
@@ -201,6 +204,12 @@ def _described(session: Any, name: str) -> _Table:
             f"the keyspace {keyspace} has no table {table!r}. {nearest(table, tables)}"
         )
     found = tables[table]
+    if found._exc_info is not None:  # the driver goes on, with those columns that it understood
+        raise UsageError(
+            f"the driver cannot read how the table {name} of Cassandra is made "
+            f"({found._exc_info[1]}), so columns would be missing. Write what is needed of it to a "
+            "table of plain types."
+        )
     ring = session.cluster.metadata.token_map
     return _Table(
         keyspace,

@@ -12,7 +12,7 @@ Python has for it. Nulls stay None in a record, and make a column of numbers irr
 their place would change the type of the others.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.data.orders import order_of
-from shoal.data.readers.records import BadRecord, Indices, hash_parts, require_columns
+from shoal.data.readers.records import (
+    BadRecord,
+    Indices,
+    hash_parts,
+    normalize_indices,
+    require_columns,
+)
 from shoal.data.sources import Ids, map_tensors, normalize_index
 from shoal.data.transforms.fingerprint import identity_of
 from shoal.errors import UsageError, require
@@ -59,6 +65,42 @@ class ColumnSource:
     def pairs(self, inputs: ColumnChoice, target: ColumnChoice) -> "ColumnPairs":
         """Pairs for training: a column, a list or a dict of them for each of the two."""
         return ColumnPairs(self, inputs, target)
+
+
+class ArrowRows(ColumnSource):
+    """Rows out of tables of Arrow. A reader gives the tables."""
+
+    def tables(self, ids: Ids) -> Iterator[tuple[Ids, Any]]:
+        """Tables with the wanted rows, each with the places of its rows in `ids`."""
+        raise NotImplementedError
+
+    def values(self, table: Any, name: str, ids: Ids) -> list[Any]:
+        """A column for records; `ids` are those of the rows."""
+        return values_of(table.column(name))
+
+    def array(self, table: Any, name: str, ids: Ids) -> NDArray[Any]:
+        return array_of(table.column(name))
+
+    def many(self, ids: Indices) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = [{}] * len(ids)
+        ids = normalize_indices(ids, len(self))
+        for places, table in self.tables(ids):
+            values = [self.values(table, name, ids[places]) for name in self.columns]
+            for place, row in zip(places, zip(*values, strict=True), strict=True):
+                rows[place] = dict(zip(self.columns, row, strict=True))
+        return rows
+
+    def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+        ids = normalize_indices(ids, len(self))
+        parts = list(self.tables(ids))
+        back = np.argsort(np.concatenate([places for places, _ in parts]))
+        found = {}
+        for name in names:
+            of_tables = [self.array(table, name, ids[places]) for places, table in parts]
+            if len({part.shape[1:] for part in of_tables}) > 1:
+                raise Irregular(f"lists of column {name!r} are of several lengths")
+            found[name] = of_tables[0] if len(parts) == 1 else np.concatenate(of_tables)[back]
+        return found
 
 
 class ColumnPairs:

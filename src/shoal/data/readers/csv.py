@@ -1,19 +1,21 @@
 """Tables as text: each row a dict from column to text, one read away.
 
 Fields are separated by a delimiter; one that holds a delimiter, a quote or a newline stands in
-quotes, with quotes inside doubled (RFC 4180). Blank lines are left out. Nothing is guessed: a row
-with more or fewer fields than the header is a `BadRecord` with its line, and values stay text until
-a function of your own makes numbers of them.
+quotes, with quotes inside doubled (RFC 4180); Python's `csv` splits such rows. Blank lines are left
+out. Nothing is guessed: a row with more or fewer fields than the header is a `BadRecord` with its
+line, and values stay text until a function of your own makes numbers of them.
 
 Cost and limits: `linewise.py`. For large tables of numbers Parquet is smaller and faster.
 """
 
+import csv as standard
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal.data.readers.files import PathLike
 from shoal.data.readers.linewise import LineRecords, QuoteStyle
-from shoal.data.readers.records import hash_parts, require_columns
+from shoal.data.readers.records import hash_parts, refuse_same_columns, require_columns
 from shoal.data.validate import texts_of
 from shoal.errors import UsageError
 
@@ -42,7 +44,9 @@ class CsvRows(LineRecords):
             for number, spans in enumerate(scanned):
                 self._take_header(number, spans.starts, spans.stops)
             scanned = [type(spans)(spans.starts[1:], spans.stops[1:]) for spans in scanned]
-        _check_names(self.names, self.files.names)
+        if not self.names:
+            raise UsageError("names=[] names no column. A table has at least one.")
+        refuse_same_columns(self.names, self.files.names[0])
         self.columns = self.names
         self._index(scanned)
 
@@ -119,50 +123,15 @@ def csv(
 
 
 def split_row(text: str, delimiter: str, quote: str | None) -> list[str]:
-    """The fields of a row; a ValueError says what is wrong with one."""
+    """The fields of a row, which may hold newlines; a ValueError says what is wrong with one."""
     if quote is None or quote not in text:
         return text.split(delimiter)
-    fields: list[str] = []
-    at = 0
-    while True:
-        if text.startswith(quote, at):
-            field, at = _quoted(text, at + 1, quote)
-            if at < len(text) and text[at] != delimiter:
-                raise ValueError(
-                    f"a field continues after its closing quote: {text[at : at + 20]!r}"
-                )
-        else:
-            end = text.find(delimiter, at)
-            end = len(text) if end < 0 else end
-            field, at = text[at:end], end
-            if quote in field:
-                raise ValueError(f"a quote stands inside the unquoted field {field[:40]!r}")
-        fields.append(field)
-        if at == len(text):
-            return fields
-        at += 1
-
-
-def _quoted(text: str, at: int, quote: str) -> tuple[str, int]:
-    """A quoted field from behind its opening quote on, and where its closing quote ends."""
-    parts: list[str] = []
-    while True:
-        end = text.find(quote, at)
-        if end < 0:
-            raise ValueError("a quoted field does not end")
-        parts.append(text[at:end])
-        at = end + 1
-        if not text.startswith(quote, at):
-            return quote.join(parts), at
-        at += 1
-
-
-def _check_names(names: Sequence[str], files: Sequence[str]) -> None:
-    if not names:
-        raise UsageError("names=[] names no column. A table has at least one.")
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UsageError(
-            f"{files[0]} has two columns {twice[0]!r}. Columns are known by name, so each "
-            "needs its own."
-        )
+    if text.endswith("\r"):  # which the library would pass over
+        raise ValueError("a carriage return stands behind the last field")
+    if standard.field_size_limit() < len(text):  # of this process: 128 KB by default
+        standard.field_size_limit(sys.maxsize)
+    try:
+        (fields,) = standard.reader([text], delimiter=delimiter, quotechar=quote, strict=True)
+    except standard.Error as error:
+        raise ValueError(str(error)) from None
+    return fields

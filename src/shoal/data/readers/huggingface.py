@@ -11,33 +11,21 @@ Cost: what the dataset itself costs; it maps its files into memory, which forks 
 packages datasets and pyarrow, and for images Pillow.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.readers.columns import (
-    ColumnSource,
-    Irregular,
-    array_of,
-    is_numeric,
-    values_of,
-)
+from shoal.data.readers.columns import ArrowRows, Irregular, is_numeric
 from shoal.data.readers.images import pixels
-from shoal.data.readers.records import (
-    BadRecord,
-    Indices,
-    hash_parts,
-    normalize_indices,
-    require_columns,
-)
+from shoal.data.readers.records import BadRecord, hash_parts, require_columns
 from shoal.data.sources import Ids, is_outage
 from shoal.data.validate import texts_of
 from shoal.errors import UsageError
 
 
-class HuggingFaceRows(ColumnSource):
+class HuggingFaceRows(ArrowRows):
     """Made by `huggingface`: each row a dict. `columns` are those that rows have."""
 
     def __init__(self, dataset: Any, columns: Sequence[str] | None):
@@ -55,27 +43,19 @@ class HuggingFaceRows(ColumnSource):
     def __str__(self) -> str:
         return f"the dataset of {self._num_rows} rows"
 
-    def many(self, ids: Indices) -> list[dict[str, Any]]:
-        """Many rows, by one question to the dataset."""
-        ids = normalize_indices(ids, len(self))
-        table = self._table(ids)
-        values = [self._values(table, name, ids) for name in self.columns]
-        return [dict(zip(self.columns, row, strict=True)) for row in zip(*values, strict=True)]
+    def tables(self, ids: Ids) -> Iterator[tuple[Ids, Any]]:
+        """One, by one question to the dataset."""
+        yield np.arange(len(ids)), self._rows[ids.tolist()]
 
-    def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        table = self._table(ids)
-        found = {}
-        for name in names:
-            if self._decoder(name) is None:
-                found[name] = array_of(table.column(name))
-                continue
-            parts = self._values(table, name, ids)
-            if not all(isinstance(part, np.ndarray) for part in parts):
-                raise Irregular(f"a value of column {name!r} is no array")
-            if len({part.shape for part in parts}) > 1:
-                raise Irregular(f"values of column {name!r} are of several shapes")
-            found[name] = np.stack(parts)
-        return found
+    def array(self, table: Any, name: str, ids: Ids) -> NDArray[Any]:
+        if self._decoder(name) is None:
+            return super().array(table, name, ids)
+        parts = self.values(table, name, ids)
+        if not all(isinstance(part, np.ndarray) for part in parts):
+            raise Irregular(f"a value of column {name!r} is no array")
+        if len({part.shape for part in parts}) > 1:
+            raise Irregular(f"values of column {name!r} are of several shapes")
+        return np.stack(parts)
 
     def identity(self) -> str:
         return hash_parts("huggingface", self._fingerprint, self.columns)
@@ -84,13 +64,10 @@ class HuggingFaceRows(ColumnSource):
         kind = self._features.arrow_schema.field(name).type
         return None if self._decoder(name) is not None or is_numeric(kind) else str(kind)
 
-    def _table(self, ids: Ids) -> Any:
-        return self._rows[normalize_indices(ids, len(self)).tolist()]
-
-    def _values(self, table: Any, name: str, ids: Ids) -> list[Any]:
+    def values(self, table: Any, name: str, ids: Ids) -> list[Any]:
         decoder = self._decoder(name)
         if decoder is None:
-            return values_of(table.column(name))
+            return super().values(table, name, ids)
         values = []
         for index, stored in zip(ids, table.column(name).to_pylist(), strict=True):
             try:

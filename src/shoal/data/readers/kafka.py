@@ -12,16 +12,18 @@ the offset of the run, which is another topic of that name. Not for compacted to
 go one by one. Needs the extra `kafka`. Cost: as `logs.py`; one connection to each broker.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from shoal.data.readers.logs import LogGap, LogPlace, LogSource, consume
 from shoal.data.readers.records import SourceLost
 from shoal.data.readers.retries import RetriedConnection
 from shoal.data.validate import options_of, require_whole, text_of
 from shoal.errors import UsageError, nearest, require
-from shoal.storage.object_client import RETRY_POLICY, RetryPolicy
+from shoal.storage.object_client import RETRY_POLICY, RetryPolicy, answer_within
 
+Answer = TypeVar("Answer")
 _POLL_MS = 500  # for messages to come; the reader of the log looks again
 
 
@@ -61,6 +63,7 @@ class KafkaLog:
         library = require("kafka", "kafka")
         self._errors = require("kafka.errors", "kafka")
         self._topic, self._at = topic, library.TopicPartition(topic, partition)
+        self._limit_s = 3 * timeout_s  # what can end by itself does so before
         how = {
             "bootstrap_servers": brokers.split(","),
             "request_timeout_ms": int(timeout_s * 1000),
@@ -83,7 +86,7 @@ class KafkaLog:
         return f"partition {self._at.partition} of the Kafka topic {self._topic!r}"
 
     def begin(self) -> LogPlace:
-        first, _ = self._broker.ask(lambda reader: reader.ends(), f"{self} cannot be read")
+        first, _ = self._ask(_PartitionReader.ends)
         return LogPlace(str(first - 1), first)
 
     def read(self, place: LogPlace, most: int) -> Sequence[tuple[str, Any]]:
@@ -98,8 +101,20 @@ class KafkaLog:
                 self._refuse_others(reader.ends(), wanted)
             return found
 
-        found = self._broker.ask(question, f"{self} cannot be read")
+        found = self._ask(question)
         return [(str(each.offset), {"key": each.key, "value": each.value}) for each in found]
+
+    def _ask(
+        self, question: Callable[[_PartitionReader], Answer], is_first: bool = False
+    ) -> Answer:
+        """Some questions of the consumer wait for ever for a broker that is away."""
+        late = TimeoutError(f"no answer within {self._limit_s:g} s")
+
+        def in_time(reader: _PartitionReader) -> Answer:
+            return answer_within(self._limit_s, partial(question, reader), late)
+
+        ask = self._broker.ask_first if is_first else self._broker.ask
+        return ask(in_time, f"{self} cannot be read")
 
     def _refuse_others(self, held: tuple[int, int], wanted: int) -> None:
         first, stop = held
@@ -120,14 +135,14 @@ class KafkaLog:
             known = reader.consumer.partitions_for_topic(self._topic)
             return sorted(reader.consumer.topics()), sorted(known or ())
 
-        topics, partitions = self._broker.ask_first(look, f"{self} cannot be read")
+        topics, partitions = self._ask(look, is_first=True)
         if self._topic not in topics:
             raise UsageError(f"Kafka has no topic {self._topic!r}. {nearest(self._topic, topics)}")
         if self._at.partition not in partitions:
             raise UsageError(f"{self} does not exist. It has {', '.join(map(str, partitions))}.")
 
     def _may_pass(self, error: Exception) -> bool:
-        lasting = ("Authentication", "Authorization", "InvalidTopic", "Unsupported", "Illegal")
+        lasting = ("Auth", "Configuration", "InvalidTopic", "Unsupported", "Illegal", "TooLarge")
         is_kafkas = isinstance(error, self._errors.KafkaError | OSError)
         return is_kafkas and not any(word in type(error).__name__ for word in lasting)
 

@@ -157,11 +157,22 @@ def index_rows(
             numbers.extend(keys)
         else:
             others = others or numbers.tolist()
-            others.extend(keys)
+            others.extend(_hashable(key, column, origin) for key in keys)
     return RowIndex(
         others or np.frombuffer(numbers, dtype=np.int64),
         np.frombuffer(versions, dtype=np.uint64) if versioned else None,
     )
+
+
+def _hashable(key: Any, column: str, origin: str) -> Any:
+    try:
+        hash(key)
+    except TypeError:
+        raise UsageError(
+            f"{origin} has {key!r} in the column {column}, and a key is one value. Choose another, "
+            "or make one by a query or a pipeline."
+        ) from None
+    return key
 
 
 def hash_version(version: Any) -> int:

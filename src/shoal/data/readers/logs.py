@@ -58,7 +58,7 @@ class LogGap(SourceLost):
 
 
 class LogReader:
-    """Iterates over a log, and says where it is; made anew by every process."""
+    """Iterates over a log, and says where it is; every process makes its own."""
 
     def __init__(self, log: Log, idle_s: float):
         self._log, self._idle_s = log, idle_s

@@ -118,13 +118,8 @@ class MongoDocuments(KeyedRows):
     def _pages(self, cursor: Any) -> Iterator[list[tuple[Any, Any]]]:
         page: list[tuple[Any, Any]] = []
         for document in cursor:
-            key = document.get(self._key)
-            if isinstance(key, dict | list):
-                raise UsageError(
-                    f"{self} has {key!r} in {self._key!r}, and a key is one value. Choose another "
-                    "field by key=..., or make one in a pipeline."
-                )
-            page.append((key, document.get(self._version) if self._version else None))
+            version = document.get(self._version) if self._version else None
+            page.append((document.get(self._key), version))
             if len(page) == keyed.PAGE:
                 yield page
                 page = []

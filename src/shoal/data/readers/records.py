@@ -74,6 +74,13 @@ def require_columns(wanted: Sequence[str], known: Sequence[str], origin: str) ->
             raise UsageError(f"{origin} has no column {name!r}. {nearest(name, known)}")
 
 
+def refuse_same_columns(names: Sequence[str], origin: str) -> None:
+    """Columns are known by name."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"{origin} has two columns {twice[0]!r}. Give each a name of its own.")
+
+
 def hash_parts(*parts: object) -> str:
     """A short name for data that these parts tell from any other."""
     content = xxhash.xxh3_128()

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from shoal.data.readers import keyed
 from shoal.data.readers.keyed import FoundRow, KeyedRows, RowIndex, index_rows
-from shoal.data.readers.records import require_columns
+from shoal.data.readers.records import refuse_same_columns, require_columns
 from shoal.data.readers.retries import RetriedConnection
 from shoal.data.validate import require_function, text_of, texts_of
 from shoal.errors import UsageError
@@ -84,9 +84,7 @@ class SqlRows(KeyedRows):
         self._place = self._ask_first(_place_of, f"{self} cannot be read")
         self._style, known = self._look()
         require_columns([key, *(columns or ())], known, str(self))
-        twice = sorted({name for name in known if known.count(name) > 1})
-        if twice:
-            raise UsageError(f"{self} has two columns {twice[0]!r}. Give each a name of its own.")
+        refuse_same_columns(known, str(self))
         self.columns = tuple(known if columns is None else columns)
         needed = [key] if version is None else [key, version]
         # The version may be a column that is not listed with the others: PostgreSQL's xmin.

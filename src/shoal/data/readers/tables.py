@@ -1,4 +1,4 @@
-"""Rows of Parquet, Arrow, CSV and JSON files by index, through `pyarrow.dataset`, with types.
+"""Rows of Parquet, Arrow, CSV and JSON files by index, through pyarrow, with types.
 
     parquet("a.parquet", columns=["x", "y"])
     table(["a.csv", "b.csv"], where=[("split", "=", "train")]).pairs("x", "y")
@@ -6,9 +6,9 @@
 A file is a row of blocks: the row groups of Parquet, the record batches of Arrow, all of a CSV or
 JSON file. A row cannot be read alone, so its block is decoded, and the last few blocks are kept.
 The source carries an order that shuffles blocks, and rows among as many blocks as are kept, so that
-in a pass each process that reads decodes a block once. Columns that are not asked for are not read.
-`where` is pushed down to the scan: row groups whose statistics rule them out are not read either.
-`pairs("x", "y")` gives pairs without a function.
+in a pass each process that reads decodes a block once. Of Parquet, columns that are not asked for
+are not read, nor row groups whose statistics `where` rules out. `pairs("x", "y")` gives pairs
+without a function.
 
 Cost: `window` decoded blocks in memory for each process that reads, of the wanted columns; with
 `where`, one scan of its columns when the source is made. Files with one huge block are held whole:
@@ -17,23 +17,17 @@ read any row by itself, as text. Needs the extra `parquet`.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.orders import BlockShuffled
-from shoal.data.readers.columns import (
-    ColumnSource,
-    Irregular,
-    array_of,
-    is_numeric,
-    values_of,
-)
+from shoal.data.readers.columns import ArrowRows, is_numeric
 from shoal.data.readers.files import Files, PathLike
-from shoal.data.readers.records import BadRecord, Indices, normalize_indices, require_columns
+from shoal.data.readers.records import BadRecord, refuse_same_columns, require_columns
 from shoal.data.sources import Ids, is_outage
 from shoal.data.validate import require_whole, texts_of
 from shoal.errors import ShoalError, UsageError, nearest, require
@@ -44,9 +38,10 @@ Where: TypeAlias = Any
 _FORMATS = {"parquet": "Parquet", "arrow": "Arrow", "csv": "CSV", "json": "JSON"}
 _ENDINGS = {"feather": "arrow", "ipc": "arrow", "jsonl": "json", "pq": "parquet"}
 _BLOCKS = {"parquet": "row group", "arrow": "record batch"}
+_MOST_BLOCK_BYTES = 2**31 - 1  # that Arrow parses in one piece
 
 
-class TableRows(ColumnSource):
+class TableRows(ArrowRows):
     """Made by `table` and `parquet`: each row a dict. `columns` are those that rows have."""
 
     recorded_as = "ParquetRows"
@@ -64,7 +59,7 @@ class TableRows(ColumnSource):
         blocks = [
             (number, block, self._count(head, number, block))
             for number, head in enumerate(heads)
-            for block in range(len(head))
+            for block in range(head.num_blocks)
         ]
         self._groups: NDArray[np.int64] = np.array(blocks, dtype=np.int64).reshape(-1, 3)
         self._groups = self._groups[self._groups[:, 2] > 0]
@@ -80,9 +75,10 @@ class TableRows(ColumnSource):
         except Exception as error:
             if is_outage(error):
                 raise
+            wrong = "read" if self._where is None else "filtered"
+            advice = "" if self._where is None else " Check the columns and values of `where`."
             raise UsageError(
-                f"{self.files.names[number]} cannot be filtered: {error}. Check the columns and "
-                "values of `where`."
+                f"{self.files.names[number]} cannot be {wrong}: {error}.{advice}"
             ) from error
 
     def __len__(self) -> int:
@@ -91,26 +87,6 @@ class TableRows(ColumnSource):
     def __str__(self) -> str:
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
         return f"{self.files.names[0]}{more}"
-
-    def many(self, ids: Indices) -> list[dict[str, Any]]:
-        """Many rows; those of one group are taken together."""
-        rows: list[dict[str, Any]] = [{}] * len(ids)
-        for places, table in self._tables(normalize_indices(ids, len(self))):
-            values = [values_of(table.column(name)) for name in self.columns]
-            for place, row in zip(places, zip(*values, strict=True), strict=True):
-                rows[place] = dict(zip(self.columns, row, strict=True))
-        return rows
-
-    def arrays(self, ids: Ids, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-        parts = list(self._tables(normalize_indices(ids, len(self))))
-        back = np.argsort(np.concatenate([places for places, _ in parts]))
-        found = {}
-        for name in names:
-            of_groups = [array_of(table.column(name)) for _, table in parts]
-            if len({part.shape[1:] for part in of_groups}) > 1:
-                raise Irregular(f"lists of column {name!r} are of several lengths")
-            found[name] = np.concatenate(of_groups)[back]
-        return found
 
     def identity(self) -> str:
         filtered = () if self._where is None else (str(self._where),)
@@ -124,8 +100,8 @@ class TableRows(ColumnSource):
         kind = self._schema.field(name).type
         return None if is_numeric(kind) else str(kind)
 
-    def _tables(self, ids: Ids) -> Any:
-        """For each group that is needed: the places of its rows in `ids`, and the rows."""
+    def tables(self, ids: Ids) -> Iterator[tuple[Ids, Any]]:
+        """One for each group that is needed."""
         numbers = np.searchsorted(self._bounds, ids, side="right") - 1
         _, firsts = np.unique(numbers, return_index=True)
         for number in numbers[np.sort(firsts)]:  # in the order of the pass, whose groups are kept
@@ -146,6 +122,7 @@ class TableRows(ColumnSource):
             yield places, table.take(ids[places] - self._bounds[number])
 
     def _check_schema(self, number: int, schema: Any) -> None:
+        refuse_same_columns(schema.names, self.files.names[number])
         require_columns(self.columns, schema.names, self.files.names[number])
         for name in self.columns:
             kind, first = schema.field(name).type, self._schema.field(name).type
@@ -172,58 +149,87 @@ class _Decoded:
 
 
 class _TableFile:
-    """An open file as its blocks, each a fragment of `pyarrow.dataset`."""
+    """An open file as its blocks. One thread uses it at a time."""
 
-    def __init__(self, source: Callable[[], Any], kind: str):
-        library = require("pyarrow.dataset", "parquet")
-        self._groups: Any = None
-        if kind == "parquet":
-            # Reading ahead is for whole scans; each page that has a checksum is checked.
-            how = library.ParquetFragmentScanOptions(
-                pre_buffer=False, page_checksum_verification=True
-            )
-            form = library.ParquetFileFormat(default_fragment_scan_options=how)
-            whole = form.make_fragment(source())
-            self.schema = whole.physical_schema
-            self._groups = whole.split_by_row_group()
-        else:
-            form = {"csv": library.CsvFileFormat, "json": library.JsonFileFormat}[kind]()
-            self.schema = form.inspect(source())
-            # A scan closes what it reads.
-            self._whole: Callable[[], Any] = lambda: form.make_fragment(source())
-
-    def __len__(self) -> int:
-        return 1 if self._groups is None else len(self._groups)
-
-    def count(self, block: int, where: Where) -> int:
-        if where is None and self._groups is not None:  # the footer says it
-            return int(self._groups[block].row_groups[0].num_rows)
-        return int(self.read(block, [], where).num_rows)
-
-    def read(self, block: int, columns: list[str], where: Where) -> Any:
-        found = self._whole() if self._groups is None else self._groups[block]
-        how = {"schema": self.schema, "columns": columns, "filter": where}
-        # Threads of Arrow would be one more thing that a fork leaves behind.
-        return found.to_table(**how, use_threads=False)
-
-
-class _ArrowFile(_TableFile):
-    """An open file of Arrow, whose record batches are read each by itself."""
-
-    def __init__(self, source: Callable[[], Any]):
-        self._reader = require("pyarrow.ipc", "parquet").open_file(source())
-        self.schema = self._reader.schema
-
-    def __len__(self) -> int:
-        return int(self._reader.num_record_batches)
+    schema: Any
+    num_blocks = 1
 
     def count(self, block: int, where: Where) -> int:
         return int(self.read(block, self.schema.names, where).num_rows)
 
     def read(self, block: int, columns: list[str], where: Where) -> Any:
+        raise NotImplementedError
+
+
+class _ParquetFile(_TableFile):
+    """Each row group is a fragment of `pyarrow.dataset`, which reads no more than it must."""
+
+    def __init__(self, source: Any):
+        library = require("pyarrow.dataset", "parquet")
+        # Reading ahead is for whole scans; each page that has a checksum is checked.
+        how = library.ParquetFragmentScanOptions(pre_buffer=False, page_checksum_verification=True)
+        whole = library.ParquetFileFormat(default_fragment_scan_options=how).make_fragment(source)
+        self.schema = whole.physical_schema
+        self._groups = whole.split_by_row_group()
+        self.num_blocks = len(self._groups)
+
+    def count(self, block: int, where: Where) -> int:
+        if where is None:  # the footer says it
+            return int(self._groups[block].row_groups[0].num_rows)
+        return int(self.read(block, [], where).num_rows)
+
+    def read(self, block: int, columns: list[str], where: Where) -> Any:
+        how = {"schema": self.schema, "columns": columns, "filter": where}
+        # Threads of Arrow would be one more thing that a fork leaves behind.
+        return self._groups[block].to_table(**how, use_threads=False)
+
+
+class _ArrowFile(_TableFile):
+    """Each record batch is read by itself."""
+
+    def __init__(self, source: Any):
+        self._reader = require("pyarrow.ipc", "parquet").open_file(source)
+        self.schema = self._reader.schema
+        self.num_blocks = int(self._reader.num_record_batches)
+
+    def read(self, block: int, columns: list[str], where: Where) -> Any:
         table = require("pyarrow", "parquet").Table
-        found = table.from_batches([self._reader.get_batch(block)])
-        return (found if where is None else found.filter(where)).select(columns)
+        return _selected(table.from_batches([self._reader.get_batch(block)]), columns, where)
+
+
+class _TextFile(_TableFile):
+    """A CSV or JSON file, parsed as a whole: the scan of a dataset takes fields and types from the
+    first megabyte, drops fields that come later, and loses quoted newlines at its cuts.
+
+    It is parsed from memory. A parser that failed may ask its file for more until the process
+    ends, and aborts that if the file is an object of Python.
+    """
+
+    def __init__(self, read: Callable[[], bytes], kind: str):
+        self._read, self._kind = read, kind
+        parsed = self._parsed()
+        self.schema, self._num_rows = parsed.schema, int(parsed.num_rows)
+
+    def count(self, block: int, where: Where) -> int:
+        return self._num_rows if where is None else super().count(block, where)
+
+    def read(self, block: int, columns: list[str], where: Where) -> Any:
+        return _selected(self._parsed(), columns, where)
+
+    def _parsed(self) -> Any:
+        library = require(f"pyarrow.{self._kind}", "parquet")
+        content = self._read()
+        # In one piece as far as can be: an error counts rows from the beginning of a piece.
+        how = {"use_threads": False, "block_size": min(len(content) + 1, _MOST_BLOCK_BYTES)}
+        return getattr(library, f"read_{self._kind}")(
+            require("pyarrow", "parquet").BufferReader(content),
+            read_options=library.ReadOptions(**how),
+            parse_options=library.ParseOptions(newlines_in_values=self._kind == "csv"),
+        )
+
+
+def _selected(table: Any, columns: list[str], where: Where) -> Any:
+    return (table if where is None else table.filter(where)).select(columns)
 
 
 def table(
@@ -284,8 +290,9 @@ def _expression(where: Where) -> Any:
 def _open(files: Files, number: int, kind: str) -> _TableFile:
     """A file with what its head says."""
     try:
-        source = partial(files.file, number)
-        return _ArrowFile(source) if kind == "arrow" else _TableFile(source, kind)
+        if kind in ("csv", "json"):
+            return _TextFile(lambda: b"".join(files.blocks(number)), kind)
+        return (_ParquetFile if kind == "parquet" else _ArrowFile)(files.file(number))
     except ShoalError:
         raise
     except Exception as error:

@@ -23,7 +23,6 @@ from shoal.data.shard_files.format import (
     INDEX,
     SEAL,
     BadShards,
-    FormatHeader,
     Index,
     decode_table,
     seal,
@@ -32,7 +31,7 @@ from shoal.data.shard_files.format import (
 )
 from shoal.data.shard_files.locations import ShardBucket, ShardDirectory, ShardLocation, ShardMirror
 from shoal.errors import UsageError
-from shoal.storage.decoding import try_decode_json
+from shoal.storage.decoding import FormatHeader, try_decode_json
 from shoal.storage.files import try_lock
 from shoal.storage.object_client import ObjectClient
 from shoal.storage.store import DirectoryStore

@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from shoal.errors import UsageError
-from shoal.storage.decoding import decode_json
+from shoal.storage.decoding import SealedFile
 
 FORMAT, VERSION = "shoal-shards", 1
 INDEX, SEAL = "index.json", "index.sha256"
@@ -118,13 +118,6 @@ class ShardTable(NamedTuple):
     offsets: Words | None  # where each packed sample begins among the raw bytes; then the end
 
 
-class FormatHeader(msgspec.Struct):
-    """What must be understood of an index before the rest is."""
-
-    format: str = ""
-    version: int = 0
-
-
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.bin"
 
@@ -133,23 +126,13 @@ def encode(index: Index) -> bytes:
     return msgspec.json.encode(index) + b"\n"
 
 
-def seal(content: bytes) -> bytes:
-    """What `sha256sum -c` reads."""
-    return f"{hashlib.sha256(content).hexdigest()}  {INDEX}\n".encode()
+_SEALED = SealedFile(INDEX, SEAL, FORMAT, VERSION, BadShards)
+seal = _SEALED.seal
 
 
 def decode(content: bytes, sealed: bytes) -> Index:
     """An index that is what was sealed, and consistent."""
-    if sealed != seal(content):
-        raise BadShards(f"{INDEX} is not what {SEAL} says: one of them was changed.")
-    kind = decode_json(content, FormatHeader, INDEX, BadShards)
-    if kind.format != FORMAT:
-        raise BadShards(f"{INDEX} is of the format {kind.format!r}, not {FORMAT!r}.")
-    if kind.version != VERSION:
-        raise BadShards(
-            f"{INDEX} is of version {kind.version}; this Shoal reads version {VERSION}."
-        )
-    index = decode_json(content, Index, INDEX, BadShards)
+    index = _SEALED.decode(content, sealed, Index)
     _check(index)
     # Not of what we would write: there may be fields that we do not know.
     msgspec.structs.force_setattr(index, "digest", hashlib.sha256(content).hexdigest())

@@ -2,7 +2,7 @@
 
 Every block is hashed as it is read, and the copy once more where it lies, before its seal is
 written; the copy has the same index and the same seal. A place that has the set whole is left as it
-is; one that has it with faults gets it anew. A copy that was cut short goes on after the shards
+is; one that has it with faults gets it again. A copy that was cut short goes on after the shards
 that are there. Cost: one read of everything, and at a directory two.
 """
 

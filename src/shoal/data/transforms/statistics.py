@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.data.sources import Source, as_source, is_outage, is_sample_error, outage_error
+from shoal.data.sources import Source, as_source, raise_of_sample
 from shoal.data.transforms.exact_sum import ExactSum, Floats, squares
 from shoal.data.transforms.fields import Field, field
 from shoal.data.transforms.fingerprint import result_key
@@ -166,13 +166,8 @@ def measure(
                 tally.collect(_numbers(place, sample, tally.axis))
         except RecipeError as error:
             raise RecipeError(f"sample {index} cannot be measured: {error}") from error
-        except BaseException as error:
-            if not is_sample_error(error):
-                raise
-            if is_outage(error):
-                raise outage_error(index, error) from error
-            what = f"{type(error).__name__}: {error}"
-            raise RecipeError(f"sample {index} cannot be measured: {what}") from error
+        except BaseException as error:  # noqa: BLE001 (it is raised)
+            raise_of_sample(index, error, f"sample {index} cannot be measured")
     for tally in tallies.values():
         tally.flush()
     return PartialStatistics(len(share), tallies)

@@ -24,10 +24,8 @@ from shoal.data.sources import (
     SkipsBad,
     Source,
     as_source,
-    is_outage,
-    is_sample_error,
     normalize_index,
-    outage_error,
+    raise_of_sample,
     stream_of,
 )
 from shoal.data.stalls import STALLS
@@ -131,13 +129,8 @@ def apply_to_sample(function: Change, index: int, *arguments: Any) -> Any:
         raise RecipeError(f"sample {index}: {function_name(function)}: {error}") from error
     except UsageError as error:  # it was given something wrong, whatever the sample
         raise UsageError(f"{function_name(function)}: {error}") from error
-    except BaseException as error:
-        if not is_sample_error(error):
-            raise
-        if is_outage(error):
-            raise outage_error(index, error) from error
-        what = f"{type(error).__name__}: {error}"
-        raise RecipeError(f"sample {index}: {function_name(function)} failed: {what}") from error
+    except BaseException as error:  # noqa: BLE001 (it is raised)
+        raise_of_sample(index, error, f"sample {index}: {function_name(function)} failed")
 
 
 def iterate_loads(source: Source, indices: range) -> Iterator[tuple[int, Callable[[], Any]]]:

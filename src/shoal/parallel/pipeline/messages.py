@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.collectives import Group, as_group_lost
-from shoal.comm.flight_recorder import CollectiveRecord
+from shoal.comm.flight_recorder import RECORDER, CollectiveRecord
 
 _TAG = 0
 
@@ -77,7 +77,8 @@ class Messages:
 
     def wait(self, arriving: PendingReceive) -> list[Tensor]:
         """The tensors, once they are there."""
-        with as_group_lost("waiting for another stage of the pipeline:", arriving.record):
+        told = "waiting for another stage of the pipeline:"
+        with as_group_lost(told, arriving.record), RECORDER.blocked, RECORDER.waited:
             for work in arriving.works:
                 work.wait()
         if arriving.record is not None:

@@ -174,10 +174,14 @@ class CutForward(TorchFunctionMode):
         What comes out stays whole, or is cut as what went in was, where it has such a dim.
         """
         gathered: dict[int, tuple[TensorPart, Tensor, int]] = {}
+        parameters: list[tuple[Parameter, Tensor, int]] = []
 
         def whole(value: Any) -> Any:
             if type(value) is not TensorPart:
-                return self.region.whole(value) if isinstance(value, Tensor) else value
+                made = self.region.whole(value) if isinstance(value, Tensor) else value
+                if made is not value and type(value) is Parameter and not made.is_inference():
+                    parameters.append((value, made, made._version))
+                return made
             if id(value) not in gathered:
                 made = self.region.whole(value)
                 if func in _LAYS_OUT:
@@ -190,6 +194,10 @@ class CutForward(TorchFunctionMode):
         for part, made, version in gathered.values():
             if made.is_inference() or made._version != version:
                 self._write(part, made)
+        for p, made, version in parameters:
+            if made._version != version:
+                with torch._C.DisableTorchFunction():
+                    p.copy_(self.region.local(made, getattr(p, TAG).cut))
         if not gathered:
             return result
         written = {id(made): part for part, made, _ in gathered.values()}

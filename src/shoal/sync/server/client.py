@@ -165,7 +165,8 @@ class ServerClient:
             number = self._pending[request].server
             record = RECORDER.begin(f"request to server {number}", f"server:{number}", (), 0)
         while request not in self._answers:
-            self._receive()
+            with RECORDER.blocked:
+                self._receive()
             if self.servers.is_lost():
                 raise GroupLost("the generation is over")
             if self._refused:

@@ -81,7 +81,12 @@ class GradientPacker:
             self._kept = {}
 
     def begin(self) -> None:
+        """A new attempt at a step. What is frozen now has nothing more to be sent."""
         self._staged, self.pushed = {}, {}
+        for (number, _), flat in self._kept.items():
+            for s in self._layout.segments(number):
+                if not self._named[s.parameter][1].requires_grad:
+                    flat[s.place : s.place + s.length].zero_()
 
     def pack(self, number: int, rows: Sequence[Tensor]) -> None:
         """Let rows be what will arrive of them, and keep their bytes."""

@@ -116,6 +116,7 @@ function drawControls(box, view, id) {
   };
   return fill(box, h("section", { class: "card" }, h("div", { class: "bar" }, h("h2", null, "Control"),
     h("div", { class: "buttons" }, size, h("button", { onclick: () => ask("resize") }, "Resize"),
+      h("button", { onclick: () => ask("save") }, "Save now"),
       h("button", { class: "danger", onclick: () => { if (confirm("Stop this run? It saves itself first, and can go on with --resume.")) ask("stop"); } }, "Stop"))), told));
 }
 

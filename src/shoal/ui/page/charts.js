@@ -84,7 +84,7 @@ export class Chart {
     for (const mark of this.marks) {
       if (mark.x === null || mark.x === undefined) continue;
       const x = Math.round(u.valToPos(mark.x, "x", true)) + 0.5;
-      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      if (x < bbox.left || x > bbox.left + bbox.width + 1) continue;
       ctx.strokeStyle = css(GRADES[mark.grade]);
       ctx.fillStyle = ctx.strokeStyle;
       ctx.globalAlpha = mark.grade === "save" ? 0.5 : 0.85;
@@ -148,6 +148,7 @@ export function legendOf(lines) {
 function room(low, high, isFromZero) {
   if (low === null || high === null || low === undefined) return [0, 1];
   if (isFromZero) low = Math.min(0, low);
+  if (low === 0 && high === 0) return [0, 1];
   const more = (high - low || Math.abs(high) || 1) * 0.08;
   return [isFromZero && low === 0 ? 0 : low - more, high + more];
 }

@@ -36,7 +36,7 @@ export class ComparePage {
     }
     fill(this.legend, legendOf(views.map((view) => ({ label: view.name }))));
     const names = views.map((view, i) => h("a", { href: `#/${i}`, onclick: (event) => { event.preventDefault(); this.options.open(i); } }, view.name));
-    fill(this.figures, h("h2", null, "Figures"), h("div", { class: "wide" }, table(
+    fill(this.figures, h("h2", null, "Figures"), h("div", { class: "wide words" }, table(
       ["run", "state", "plan", "#step", "#loss", "#samples/s", "#goodput", "#time", "#incidents", "bottleneck"],
       views.map((view, i) => [names[i], view.state, h("code", null, view.plan), number(view.step, 9), number(view.loss), number(view.totals.samples_per_s, 3),
         percent(view.totals.goodput), seconds(view.totals.wall_s), number(view.num_incidents), view.bottleneck.sentence]))));

@@ -7,6 +7,9 @@ const STATES = { queued: "waits", running: "running", stopped: "stopped", done: 
 const MARKED = ["exited", "recovered", "resized", "balanced", "host-lost", "host-added", "resumed", "gave-up", "standstill",
   "slow", "replica-repaired", "replicas-differ", "state-corrupted", "stopping", "ended-early", "save-failed", "hang"];
 
+const MARKS = [{ grade: "bad", label: "failure", colour: "--bad" }, { grade: "warn", label: "warning", colour: "--warn" },
+  { grade: "good", label: "recovered", colour: "--good" }, { grade: "info", label: "note", colour: "--info" }, { grade: "save", label: "saved", colour: "--quiet" }];
+
 export class RunPage {
   constructor(options = {}) {
     this.options = options; // {back, control(view) -> element}
@@ -24,11 +27,12 @@ export class RunPage {
     this.logButton = h("button", { "aria-pressed": "false", onclick: () => this.toggle("isLog", this.logButton) }, "log scale");
     this.controls = h("div");
     this.lossLegend = h("div");
+    this.curves = h("section", { class: "card" }, this.loss.element, h("div", { class: "bar" }, this.lossLegend,
+      h("div", { class: "buttons" }, this.timeButton, this.logButton)));
     this.workers = h("section", { class: "card" }, h("h2", null, "Workers"),
-      h("p", { class: "quiet" }, "What each one did with its time. Loading is measured on the rank that keeps the record."), this.strips.element);
+      h("p", { class: "quiet" }, "What each one did with its time, as it says itself. A server computes while its processor is busy, and waits else."), this.strips.element);
     this.element = h("div", null, this.head, this.notice, this.controls, this.verdict,
-      h("section", { class: "card" }, this.loss.element, h("div", { class: "bar" }, this.lossLegend,
-        h("div", { class: "buttons" }, this.timeButton, this.logButton))),
+      this.curves,
       this.workers, this.small, this.rest);
   }
 
@@ -60,14 +64,15 @@ export class RunPage {
     const lossLines = [];
     if (figures.loss) lossLines.push({ label: "training", ...figures.loss });
     if (figures["evaluation/loss"]) lossLines.push({ label: "evaluation", mean: figures["evaluation/loss"].mean, hasPoints: true, colour: "--data" });
-    this.loss.show(axis, lossLines, marks);
-    fill(this.lossLegend, legendOf([...lossLines.map((one) => ({ ...one })), { label: "lost", colour: "--bad" }, { label: "warning", colour: "--warn" },
-      { label: "note", colour: "--info" }, { label: "saved", colour: "--quiet" }]));
+    this.curves.hidden = !view.curves.step.length;
+    if (!this.curves.hidden) this.loss.show(axis, lossLines, marks);
+    const grades = new Set(marks.map((mark) => mark.grade));
+    fill(this.lossLegend, legendOf([...lossLines, ...MARKS.filter((one) => grades.has(one.grade))]));
     const shown = new Map();
     const add = (title, lines, options = {}) => { if (lines.some((line) => line.mean && line.mean.some((v) => v !== null))) shown.set(title, [lines, options]); };
     const line = (name, label, more = {}) => ({ label: label || name, mean: [], ...figures[name], ...more });
     add("Samples a second", [line("samples/s", "measured"), line("ideal samples/s", "ideal", { dash: [4, 4], colour: "--quiet", isFaint: true })], { zero: true });
-    add("Seconds of a step", KINDS.map((kind) => line(`seconds/${kind}`, NAMES[kind], { colour: kind === "waiting" ? "--quiet" : `--${kind}` })), { zero: true, format: seconds });
+    add("Seconds of a step, rank 0", KINDS.map((kind) => line(`seconds/${kind}`, NAMES[kind], { colour: kind === "waiting" ? "--quiet" : `--${kind}` })), { zero: true, format: seconds });
     add("Bytes sent a step", [line("bytes a step", "sent")], { zero: true, format: bytes });
     for (const name of Object.keys(figures)) {
       if (name === "loss" || name === "evaluation/loss" || name.startsWith("seconds/") || ["samples/s", "ideal samples/s", "bytes a step"].includes(name)) continue;
@@ -174,7 +179,7 @@ function incidentsOf(view) {
   const lost = view.incidents.reduce((sum, one) => sum + (one.lost_s || 0), 0);
   return h("section", { class: "card" }, h("h2", null, "Incidents"),
     rows.length ? h("p", { class: "quiet" }, `${view.num_incidents} in all${lost ? `, ${seconds(lost)} lost` : ""}.`) : null,
-    rows.length ? h("div", { class: "wide scroll" }, table(["grade", "#step", "when", "what", "cause", "#time lost"], rows, "Incidents")) : h("p", { class: "quiet" }, "Nothing out of the ordinary happened."));
+    rows.length ? h("div", { class: "wide scroll words" }, table(["grade", "#step", "when", "what", "cause", "#time lost"], rows, "Incidents")) : h("p", { class: "quiet" }, "Nothing out of the ordinary happened."));
 }
 
 function checkpointsOf(view) {
@@ -210,8 +215,13 @@ function stalenessOf(view) {
 }
 
 function predictedOf(view) {
-  if (!view.predicted.length) return null;
-  const rows = view.predicted.map(([name, before, after]) => [name, number(before), number(after), before && after ? `${number(after / before, 3)}x` : "–"]);
+  const known = view.predicted.filter(([, before]) => before !== null);
+  if (!known.length) return null;
+  const [units, names] = [{ s: seconds, bytes }, { step_s: "time of a step", memory_bytes: "memory of a rank" }];
+  const rows = known.map(([name, before, after]) => {
+    const shown = units[name.split("_").pop()] || number;
+    return [names[name] || name, shown(before), shown(after), before && after ? `${number(after / before, 3)}x` : "–"];
+  });
   return h("section", { class: "card" }, h("h2", null, "Predicted and measured"), table(["figure", "#predicted", "#measured", "#ratio"], rows));
 }
 
@@ -223,7 +233,8 @@ function tracesOf(view) {
 
 function settingsOf(view, open) {
   const chosen = view.settings.filter((one) => one.origin !== "default");
-  const rows = (list) => list.map((one) => [h("code", null, one.name), h("code", null, one.value), one.origin]);
+  const value = (text) => h("code", { title: text.length > 200 ? text : null }, text.length > 200 ? `${text.slice(0, 160)} …` : text);
+  const rows = (list) => list.map((one) => [h("code", { class: "whole" }, one.name), value(one.value), h("span", { class: "whole" }, one.origin)]);
   const rest = view.settings.filter((one) => one.origin === "default");
   const environment = Object.entries(view.environment);
   return h("section", { class: "card" }, h("h2", null, "Settings and where they come from"),

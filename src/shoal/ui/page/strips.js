@@ -64,7 +64,7 @@ export class StripChart {
       ctx.fillStyle = worker.is_alive ? ink : colours.gone;
       ctx.fillText(worker.name, 0, top + row / 2 + 1);
       ctx.fillStyle = ground;
-      ctx.globalAlpha = 0.55;
+      ctx.globalAlpha = 0.4;
       ctx.fillRect(this.left, top, wide, row);
       ctx.globalAlpha = 1;
       for (let i = 0; i < strips.begin.length; i++) {
@@ -79,12 +79,6 @@ export class StripChart {
           ctx.fillRect(x, bottom - tall, across, tall);
           bottom -= tall;
         }
-      }
-      if (worker.is_server) {
-        ctx.fillStyle = colours.compute;
-        ctx.globalAlpha = 0.35;
-        ctx.fillRect(at(strips.begin[0] || from), top, wide, row);
-        ctx.globalAlpha = 1;
       }
       ctx.fillStyle = colours.gone;
       for (const [begin, end] of worker.gone) {

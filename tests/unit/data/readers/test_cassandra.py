@@ -1,6 +1,7 @@
 """Cassandra: rows of a real server (2.1), by token ranges, with the faults of one."""
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -53,8 +54,10 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def no_cycles() -> Iterator[None]:
-    """The driver's errors hold frames that hold sessions, until they are collected."""
+def no_cycles(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Errors of the driver hold frames that hold sessions, until they are collected, and so does
+    its log, which pytest keeps."""
+    caplog.set_level(logging.CRITICAL + 1, logger="cassandra")
     yield
     gc.collect()
 
@@ -177,7 +180,27 @@ def test_wrong_credentials_are_refused_at_once() -> None:
         assert "hunter2" not in str(caught.value)
 
 
+def test_tables_that_cannot_be_read_whole_are_refused(server: Server, session: Any) -> None:
+    """The driver's metadata lacks a column whose type it does not understand."""
+    session.execute("DROP TABLE IF EXISTS k.made")
+    session.execute("CREATE TYPE IF NOT EXISTS k.kind (a int, b text)")
+    session.execute("CREATE TABLE k.made (id int PRIMARY KEY, v frozen<kind>)")
+    session.execute("INSERT INTO k.made (id, v) VALUES (1, {a: 2, b: 'y'})")
+    try:
+        assert cassandra(to(server), "k.made")[0]["v"].a == 2
+    except UsageError as error:
+        assert "columns would be missing" in str(error)
+    session.execute("DROP TABLE IF EXISTS k.static")
+    session.execute(
+        "CREATE TABLE k.static (id int, part int, s int static, PRIMARY KEY (id, part))"
+    )
+    session.execute("INSERT INTO k.static (id, s) VALUES (1, 2)")
+    with pytest.raises(UsageError, match="has a null in the column id, part"):
+        cassandra(to(server), "k.static")
+
+
 def test_which_errors_may_pass() -> None:
+    assert _may_pass(driver.OperationTimedOut(errors={"127.0.0.1": "Client request timeout"}))
     refused = driver.AuthenticationFailed("no")
     assert not _may_pass(refused)
     assert not _may_pass(cluster.NoHostAvailable("x", {"a": refused}))

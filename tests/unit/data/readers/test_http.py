@@ -3,6 +3,7 @@
 import gc
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,6 +15,7 @@ from shoal.data.readers.files import Files
 from shoal.data.readers.linewise import lines
 from shoal.data.readers.records import SourceLost
 from shoal.errors import UsageError
+from shoal.storage import object_client
 from shoal.storage.object_client import RetryPolicy
 
 HASTY = RetryPolicy(num_tries=3, first_pause_s=0.01, most_pause_s=0.05)
@@ -37,7 +39,9 @@ class _Answer(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         status = self.server.answers.pop(0) if self.server.answers else 200
-        if status == 0:  # the connection breaks
+        if status < 0:  # it hangs for a while
+            time.sleep(1.0)
+        if status <= 0:  # the connection breaks
             self.close_connection = True
             return
         content = CONTENT if status == 200 else b""
@@ -93,6 +97,22 @@ def test_a_server_that_fails_for_a_while_is_asked_again(site: Site, failure: int
         files.read(0, 4, 7)
     with pytest.raises(UsageError, match=r"cannot look at http://.*/a.txt: .*tried 3 times"):
         Files(site.url, patience=HASTY)
+
+
+def test_a_file_that_shrank_has_changed(site: Site) -> None:
+    files = Files(site.url, patience=HASTY)
+    site.answers = [416]
+    with pytest.raises(SourceLost, match=r"a.txt changed after it was opened"):
+        files.read(0, 4, 7)
+
+
+def test_a_server_that_hangs_ends_the_wait(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_client, "_LIMIT_S", (0.1, 0.1))
+    files = Files(site.url, patience=HASTY)
+    site.answers = [-1] * 3
+    with pytest.raises(SourceLost, match=r"cannot read http://.*/a.txt: .*imeout.*tried 3 times"):
+        files.read(0, 4, 7)
+    assert files.read(0, 4, 7) == b"two"
 
 
 @pytest.mark.parametrize("refusal", [401, 403])

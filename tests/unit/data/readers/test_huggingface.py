@@ -1,12 +1,15 @@
 """Datasets of Hugging Face: their rows and columns, with the types of their features."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from shoal.data.readers.csv import csv
 from shoal.data.readers.huggingface import huggingface
+from shoal.data.readers.linewise import jsonl, lines
 from shoal.data.readers.records import BadRecord
 from shoal.errors import UsageError
 from shoal.testing.sources import Case, SourceConformance
@@ -119,3 +122,26 @@ def test_want_of_memory_is_no_fault_of_a_row(dataset: Any, monkeypatch: pytest.M
     monkeypatch.setattr(datasets.Image, "decode_example", fail)
     with pytest.raises(MemoryError):
         huggingface(dataset)[0]
+
+
+@pytest.mark.full
+def test_why_datasets_is_not_used_for_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives other samples than the file holds; ours give those, or name the row."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # or a thread of it stays
+
+    def found(kind: str, content: str) -> list[dict[str, Any]]:
+        path = tmp_path / f"a.{kind}"
+        path.write_bytes(content.encode())
+        where = {"data_files": str(path), "cache_dir": str(tmp_path / "cache")}
+        rows: list[dict[str, Any]] = datasets.load_dataset(kind, split="train", **where).to_list()
+        return rows
+
+    assert found("csv", "a,b\n007,1\n3\n") == [{"a": 7, "b": 1}, {"a": 3, "b": None}]
+    rows = csv(tmp_path / "a.csv")
+    assert rows[0] == {"a": "007", "b": "1"}
+    with pytest.raises(BadRecord, match=r"a\.csv, line 3 \(sample 1\): 1 fields"):
+        rows[1]
+    assert found("json", '{"a": 1}\n{"b": "x"}\n')[1] == {"a": None, "b": "x"}
+    assert jsonl(tmp_path / "a.json")[1] == {"b": "x"}
+    assert [row["text"] for row in found("text", "10 %\r20 %\n")] == ["10 %", "20 %"]
+    assert list(lines(tmp_path / "a.text")) == ["10 %\r20 %"]

@@ -116,7 +116,12 @@ def test_what_is_not_there_is_refused(server: Server) -> None:
     with pytest.raises(UsageError, match=r"partition 5 of .*'clicks' does not exist. It has 0, 1"):
         log(server, "clicks", partition=5)
     with pytest.raises(SourceLost, match=r"cannot be read: .*It was tried 2 times"):
-        kafka_log("127.0.0.1:1", "clicks", timeout_s=0.5, patience=HASTY)
+        kafka_log("127.0.0.1:1", "clicks", timeout_s=0.6, patience=HASTY)
+    with pytest.raises(SourceLost, match=r"no answer within 1.8 s.* It was tried 2 times"):
+        away = {"api_version": (0, 9)}  # so that the consumer does not look for it first
+        kafka_log("127.0.0.1:1", "clicks", timeout_s=0.6, options=away, patience=HASTY)
+    with pytest.raises(UsageError, match=r"cannot be read: .*nope"):
+        log(server, "clicks", options={"nope": 1})
     idle = log(server, "clicks", partition=1, idle_s=0.1)
     with pytest.raises(SourceLost, match=r"gave nothing behind -1 for 0.1 s.*--resume"):
         numbers(idle, 0, 1)

@@ -10,7 +10,7 @@ import torch
 
 from shoal.data.batches import Batches
 from shoal.data.readers.records import BadRecord, SourceLost
-from shoal.data.readers.tables import _TableFile, parquet
+from shoal.data.readers.tables import _ParquetFile, parquet
 from shoal.data.readers.tables import table as open_table
 from shoal.errors import UsageError
 from shoal.testing.sources import Case, SourceConformance, in_fork
@@ -78,9 +78,9 @@ class TestPairs(SourceConformance):
 
 def test_a_pass_decodes_each_group_once(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[Any] = []
-    read = _TableFile.read
+    read = _ParquetFile.read
     monkeypatch.setattr(
-        _TableFile,
+        _ParquetFile,
         "read",
         lambda self, block, columns, where: (
             decoded.append(tuple(columns)) or read(self, block, columns, where)
@@ -166,7 +166,7 @@ def test_want_of_memory_is_no_fault_of_a_row(
     def fail(*_: Any, **__: Any) -> Any:
         raise pa.ArrowMemoryError("malloc of size 64 failed")
 
-    monkeypatch.setattr(_TableFile, "read", fail)
+    monkeypatch.setattr(_ParquetFile, "read", fail)
     with pytest.raises(MemoryError):
         parquet(paths)[0]
 
@@ -216,6 +216,32 @@ def test_every_kind_of_file(kind: str, tmp_path: Path) -> None:
     paths[1].write_bytes(b"\x00\xff not a table")
     with pytest.raises(UsageError, match=r"b\.\w+"):
         open_table(paths)
+
+
+MANY = 200_000  # rows, more than the first megabyte, from which a scan takes fields and types
+
+
+def test_fields_and_types_are_those_of_all_rows(tmp_path: Path) -> None:
+    for name, content, last in [
+        ("a.jsonl", '{"a": 1}\n' * MANY + '{"a": 2, "late": "x"}', {"a": 2, "late": "x"}),
+        ("b.jsonl", '{"a": 1}\n' * MANY + '{"a": 1.5}', {"a": 1.5}),
+        ("c.csv", "a,b\n" + "1,2\n" * 2 * MANY + "x,3\n", {"a": "x", "b": 3}),
+        ("d.csv", "a,b\n" + '1,"x\ny ""z"""\n' * MANY, {"a": 1, "b": 'x\ny "z"'}),
+    ]:
+        (tmp_path / name).write_text(content)
+        assert open_table(tmp_path / name)[-1] == last, name
+
+
+def test_a_row_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    for name, content, said in [
+        ("a.csv", "a,b\n" + "1,2\n" * 2 * MANY + "3\n", r"a\.csv .*Row #400002: Expected 2 col"),
+        ("b.json", '{"a": 1}\n' * MANY + '{"a": "x"}', r"b\.json .*to string in row 200000"),
+        ("c.csv", "a,a\n1,2\n", r"c\.csv has two columns 'a'"),
+    ]:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UsageError, match=said) as caught:
+            open_table(tmp_path / name)
+        assert "`where`" not in str(caught.value)
 
 
 def test_what_a_filter_rules_out_is_not_read(tmp_path: Path) -> None:

@@ -138,6 +138,8 @@ def test_credentials_and_names_of_postgres(postgres: Server) -> None:
         sql(to_postgres(postgres), "sample", key="id")
     with pytest.raises(UsageError, match=r"no column 'nam'. Did you mean 'name'"):
         sql(to_postgres(postgres), "samples", key="id", columns=["nam"])
+    with pytest.raises(UsageError, match=r"has \[\d+\] in the column ids, and a key is one value"):
+        sql(to_postgres(postgres), query="SELECT ARRAY[id] AS ids FROM samples", key="ids")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import gzip
 import io
 import os
 import tarfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,18 @@ def test_hostile_archives_are_refused(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["a.tar"]
 
 
-def test_the_standard_library_says_nothing() -> None:
+def test_the_standard_library_says_nothing(tmp_path: Path) -> None:
     """Why there is a reader of ours: samples would be lost, or come from elsewhere, unsaid."""
     for name in ("above", "link", "device", "end", "two in one", "hole"):
         with tarfile.open(fileobj=io.BytesIO(HOSTILE[name][0])) as opened:
             assert len(opened.getmembers()) < 9, name
+    damaged = archive({"ü" * 60 + ".txt": b"1"}, tarfile.PAX_FORMAT)
+    at = damaged.index(b" path=")
+    damaged = damaged[: at - 1] + b"x" + damaged[at:]
+    with suppress(tarfile.ReadError), tarfile.open(fileobj=io.BytesIO(damaged)) as opened:
+        assert opened.getnames()[-1] == "?" * 60 + ".txt"  # newer ones fail
+    with pytest.raises(UsageError, match="a pax header cannot be read"):
+        tar(written(tmp_path / "a.tar", damaged))
 
 
 def test_a_global_header_with_a_comment_is_read(tmp_path: Path) -> None:

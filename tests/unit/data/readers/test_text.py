@@ -192,10 +192,18 @@ def test_a_bad_row_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     assert source[0] == {"a": "1\n1", "b": "2"} and source[2] == {"a": "4", "b": "5"}
     with pytest.raises(BadRecord, match=r"a.csv, line 4 \(sample 1\): 1 fields"):
         source[1]
-    with pytest.raises(BadRecord, match=r"line 6 \(sample 3\): a field continues"):
+    with pytest.raises(BadRecord, match=r"line 6 \(sample 3\): .,. expected after"):
         source[3]
     with pytest.raises(BadRecord, match=r"line 7 \(sample 4\): byte 0xff is not utf-8"):
         source[-1]
+
+
+def test_a_carriage_return_behind_a_quoted_row_is_named(tmp_path: Path) -> None:
+    source = csv(written(tmp_path / "a.csv", b'a,b\n"1",2\r\r\n"3",4\r5\n"6\r",7\n'))
+    for index, said in ((0, "behind the last field"), (1, "new-line character")):
+        with pytest.raises(BadRecord, match=rf"line {index + 2} .*{said}"):
+            source[index]
+    assert source[2] == {"a": "6\r", "b": "7"}
 
 
 def test_a_bad_line_of_json_is_named(tmp_path: Path) -> None:

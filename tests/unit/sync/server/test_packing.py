@@ -83,6 +83,19 @@ def test_what_is_dropped_is_pushed_with_the_next_step() -> None:
     assert torch.equal(kept[0].tensor, taken[0].tensor)
 
 
+def test_nothing_comes_late_of_what_is_frozen() -> None:
+    row = torch.full((512,), 1e-3)
+    row[0] = 1.0
+    packing = packer("int4", row)
+    packing.pack(0, [row])
+    packing.commit()
+    packing._named[0][1].requires_grad_(False)
+    packing.begin()
+    later = torch.zeros(512)
+    packing.pack(0, [later])
+    assert not later.any() and not any(packing.pushed[0].late)
+
+
 def test_what_fp16_does_not_hold_is_refused() -> None:
     with trained_at(codec="fp16") as (_, _, (server,), step):
         with pytest.raises(RecipeError, match=r"7e\+04, and codec=fp16 holds 65,504.*codec=bf16"):

@@ -206,7 +206,7 @@ TestDeaths = Deaths.TestCase
 
 
 class TestManyDeaths(Deaths.TestCase):
-    settings = settings(max_examples=800, stateful_step_count=80, deadline=None)
+    settings = settings(stateful_step_count=80, deadline=None)
     pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -374,7 +374,6 @@ MESSAGES = st.one_of(
 FRAMES = st.lists(st.sampled_from([0, 1, 28, 32, 160, 256]).map(bytearray), max_size=3)
 
 
-@settings(max_examples=200)
 @given(
     st.sampled_from([0, 1, None]),
     st.lists(st.tuples(st.integers(0, 2), MESSAGES, FRAMES), min_size=1, max_size=25),
