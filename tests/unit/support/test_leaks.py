@@ -25,6 +25,24 @@ def test_a_process_is_seen() -> None:
     assert not left_between(before, traces())
 
 
+def test_a_process_whose_number_is_below_ours_is_seen() -> None:
+    """As it is where the numbers of processes have begun again."""
+    last = Path("/proc/sys/kernel/ns_last_pid")
+    if not os.access(last, os.W_OK):
+        pytest.skip("only root may say which number the next process gets")
+    before, number = traces(), last.read_text()
+    last.write_text("300")
+    try:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    finally:
+        last.write_text(number)
+    try:
+        assert process.pid < os.getpid()
+        assert f"processes: {process.pid} " in " ".join(left_between(before, traces()))
+    finally:
+        process.communicate(b"\n")
+
+
 def test_an_orphan_is_seen() -> None:
     before = traces()
     code = "from subprocess import *; print(Popen(['sleep', '60'], stdout=-3, stderr=-3).pid)"
