@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import psutil
 
 from bench import harness
 from shoal.cost.cluster import Cluster
@@ -33,7 +32,7 @@ from shoal.training.run import resolve
 KEPT = "PREDICTED_CELLS"
 STEPS, FEWEST, WARM = 40, 15, 6
 RUN_S = 4.0  # of steps, in a cell
-POLL_S = 0.05
+POLL_S = 0.5
 PATIENCE_S = 600.0
 DENSE = (
     *("data=1", "data=1 accumulate=4", "data=2", "data=2 accumulate=2"),
@@ -176,30 +175,59 @@ def run_cell(recipe: str, plan: str, num_steps: int) -> Measured:
     return Measured(statistics.median(laps[WARM:]), peak)
 
 
+class _Held(NamedTuple):
+    """Bytes of a process: its part of what is resident (PSS), what is resident, the most ever."""
+
+    held: int
+    resident: int
+    most: int
+
+    @property
+    def peak(self) -> int:
+        """What was resident between two looks is its own: what it shares stays."""
+        return self.held + self.most - self.resident
+
+
 def _watch(run: "subprocess.Popen[bytes]") -> int:
-    """The peak PSS of the rank that holds most, until the run ends."""
-    most, deadline = 0, time.monotonic() + PATIENCE_S
+    """The peak PSS of the rank that holds most, until the run ends.
+
+    A look takes a core some milliseconds for each rank and keeps its memory locked, so there are
+    few. Each process is judged by the look that found most resident: one that ends lets go of what
+    it shares, which was never its own.
+    """
+    found: dict[int, _Held] = {}
+    deadline = time.monotonic() + PATIENCE_S
     while run.poll() is None and time.monotonic() < deadline:
-        with suppress(psutil.NoSuchProcess):
-            main = psutil.Process(run.pid)
-            forkers = main.children()
-            ranks = [rank for forker in forkers for rank in forker.children()]
-            family = 1 + len(forkers) + len(ranks)
-            most = max([most, *(_peak(rank, family) for rank in ranks)])
-        time.sleep(POLL_S)
-    return most
+        forkers = _children(run.pid)
+        ranks = [rank for forker in forkers for rank in _children(forker)]
+        for rank in ranks:
+            with suppress(OSError, ValueError):
+                now = _held(rank, 1 + len(forkers) + len(ranks))
+                before = found.setdefault(rank, now)
+                more = now if now.resident > before.resident else before
+                found[rank] = more._replace(most=now.most)
+        with suppress(subprocess.TimeoutExpired):
+            run.wait(POLL_S)
+    return max((one.peak for one in found.values()), default=0)
 
 
-def _peak(process: psutil.Process, family: int) -> int:
-    """PSS now, and by how much the resident set was larger before. Pages of files are counted by
-    the run's own processes: others on this machine may have loaded the same libraries."""
-    root = Path("/proc", str(process.pid))
-    with suppress(OSError, ValueError):
-        rolled = _kilobytes(root / "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
-        sizes = _kilobytes(root / "status", ("VmHWM", "VmRSS", "RssFile"))
-        before = sizes["VmHWM"] - sizes["VmRSS"]
-        return 1024 * (sum(rolled.values()) + sizes["RssFile"] // family + before)
-    return 0
+def _children(pid: int) -> list[int]:
+    """Of all its threads; none if it has ended."""
+    found: list[int] = []
+    with suppress(OSError):
+        for file in Path("/proc", str(pid), "task").glob("*/children"):
+            found += map(int, file.read_text().split())
+    return found
+
+
+def _held(pid: int, family: int) -> _Held:
+    """Pages of files are counted by the run's own processes: others on this machine may have loaded
+    the same libraries."""
+    root = Path("/proc", str(pid))
+    rolled = _kilobytes(root / "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
+    sizes = _kilobytes(root / "status", ("VmHWM", "VmRSS", "RssFile"))
+    held = sum(rolled.values()) + sizes["RssFile"] // family
+    return _Held(1024 * held, 1024 * sizes["VmRSS"], 1024 * sizes["VmHWM"])
 
 
 def _kilobytes(file: Path, names: tuple[str, ...]) -> dict[str, int]:

@@ -62,6 +62,11 @@ def segment_bytes(num_ranks: int) -> int:
     return _head_bytes(num_ranks) + num_ranks * RING * SLOT_BYTES
 
 
+def mail_bytes(num_bytes: int) -> int:
+    """The memory of a mailbox for messages of this size, once every slot was used."""
+    return _num_slots(_slot_bytes(num_bytes)) * num_bytes
+
+
 class SharedRounds:
     """One rank's view of the memory. All ranks make the same operations, in the same order."""
 
@@ -300,7 +305,7 @@ class Mailbox:
         while not self._has_room(flat.nbytes):
             yield None
         if not self._fits(flat.nbytes):
-            self._make(1 << max(16, (flat.nbytes - 1).bit_length()))
+            self._make(_slot_bytes(flat.nbytes))
         if flat.numel():
             self._slot(self._words[_PUT], flat).copy_(flat)
         self._words[_PUT] += 1
@@ -347,7 +352,16 @@ class Mailbox:
 
     def _set_slots(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
-        self._num_slots = min(MOST_LETTERS, max(2, MAIL_BYTES // slot_bytes))
+        self._num_slots = _num_slots(slot_bytes)
+
+
+def _slot_bytes(num_bytes: int) -> int:
+    """Of a mailbox with messages of this size."""
+    return 1 << max(16, (num_bytes - 1).bit_length())
+
+
+def _num_slots(slot_bytes: int) -> int:
+    return min(MOST_LETTERS, max(2, MAIL_BYTES // slot_bytes))
 
 
 def reduce_rows(out: Tensor, rows: Sequence[Tensor], operator: Operator) -> None:

@@ -28,6 +28,11 @@ class PassMemory(NamedTuple):
     kept: float  # between its forward and its backward
     moments: list[Moment]  # of each event, in forward and in backward
 
+    def with_inputs(self, num_bytes: float) -> "PassMemory":
+        """Where what it is given is its own to keep: the inputs of a stage."""
+        moments = [m._replace(activations=m.activations + num_bytes) for m in self.moments]
+        return PassMemory(self.kept + num_bytes, moments)
+
     @property
     def peak(self) -> float:
         return max((moment.activations for moment in self.moments), default=0.0)

@@ -30,8 +30,10 @@ from shoal.errors import ShoalError
 from shoal.logs import log
 from shoal.numerics.optimizers import stepper
 from shoal.parallel.striping import tables_of, weights_of
+from shoal.training.evaluate import evaluating
 
 MEASURED_S = 0.25  # for which passes of one size are repeated
+FEWEST_LAPS, MOST_LAPS = 3, 9  # one that was disturbed does not count
 
 
 def line_through(by_size: dict[int, float]) -> Linear:
@@ -131,7 +133,9 @@ class WatchedPasses:
                 return weighed
             laps: list[PassAmounts] = []
             spent = thread_time()
-            while len(laps) < 2 or (len(laps) < 9 and thread_time() - spent < MEASURED_S):
+            while len(laps) < FEWEST_LAPS or (
+                len(laps) < MOST_LAPS and thread_time() - spent < MEASURED_S
+            ):
                 subject.forget()
                 segments = probe.watch(lambda: (subject.loss(pieces[0]), None))
                 laps.append(PassAmounts(segments, len(self.blocks)))
@@ -171,6 +175,19 @@ class WatchedPasses:
             segments = probe.watch(lambda: (subject.loss(piece), None), counters)
         self.is_unlike = self.is_unlike or live.reads_values
         return PassAmounts(segments, len(self.blocks))
+
+    def evaluation_bytes(self, num_samples: int) -> int:
+        """The most that a piece of so many samples takes where nothing is kept for a backward."""
+        if not num_samples:
+            return 0
+        found = {n: self._most_in_evaluation(self.subject.examples[n][0]) for n in self.sizes}
+        return round(line_through(found).at(num_samples))
+
+    def _most_in_evaluation(self, piece: Piece) -> float:
+        model = self.subject.model
+        with evaluating(model), LiveBytes([*model.parameters(), *model.buffers()]) as live:
+            self.subject.loss(piece)
+        return float(live.peak)
 
     def steps(self) -> list[BlockTimes]:
         """Of a step of the recipe's own: all of its phases, as one event."""

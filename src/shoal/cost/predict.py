@@ -20,6 +20,7 @@ from msgspec import structs
 
 from shoal.cost.activations import PassMemory, pass_memory, peak_in_flight
 from shoal.cost.cluster import Cluster, HostGroup
+from shoal.cost.message_memory import group_bytes, pipeline_bytes, received_bytes
 from shoal.cost.plan_facts import ModelFacts, facts_of
 from shoal.cost.prediction import (
     MemoryParts,
@@ -33,7 +34,7 @@ from shoal.cost.rank_places import RankPlaces
 from shoal.cost.round_times import busy_by_rank, order_of, round_seconds
 from shoal.cost.tensor import TensorTraffic
 from shoal.cost.traffic import mesh_messages
-from shoal.parallel.pipeline.stages import rank_of_stage
+from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
 from shoal.plans.keys import AUTO
 from shoal.plans.plan import Plan
 from shoal.plans.resize import can_recover
@@ -54,8 +55,8 @@ WEIGHT_SHARE = 0.5  # of a backward: the gradients of weights
 ADD_SHARE = 0.4  # of an update of an element: adding two gradients, or copying one
 PACK_SHARE = 4.0  # of an update of an element: packing and unpacking by a codec
 FILE_BYTES_PER_S = 1.5e9  # of offloaded state, in the page cache
-# Of modules, groups and message buffers that only some plans have.
-PIPELINE_BYTES, TENSOR_BYTES, SHARDED_BYTES = 24_000_000, 7_000_000, 12_000_000
+# Of modules and records that only some plans have.
+PIPELINE_BYTES, TENSOR_BYTES, SHARDED_BYTES = 8_000_000, 7_000_000, 12_000_000
 
 
 def predict(profile: Profile, plan: Plan, cluster: Cluster) -> Prediction:
@@ -398,10 +399,12 @@ class _StepMemory:
         held, plan, process = costs.memory, self._step.plan, self._step.profile.process
         gradients = held.gradients.num_bytes
         if layout.stages:
-            own = {s.index: self._step.pass_memory(range(s.start, s.stop)) for s in layout.stages}
+            own = {s.index: self._stage_memory(s) for s in layout.stages}
             order = order_of(plan)
             activations = peak_in_flight(order[layout.place.pipeline], own)
+            sent = self._pipeline_messages(layout)
         else:
+            sent = 0
             whole = self._step.pass_memory(range(len(self._step.profile.blocks)))
             activations = whole.peak
             lone = layout.num_replicas == 1 and len(layout.rounds) == 1 and not plan.num_servers
@@ -412,15 +415,41 @@ class _StepMemory:
                 )
                 best = max(whole.moments, key=lambda m: m.activations + each * m.gradient_elements)
                 activations, gradients = best.activations, int(each * best.gradient_elements)
+        activations = max(activations, self._evaluation_bytes)
         return MemoryParts(
             parameters=held.parameters.num_bytes - self._left_to_others(layout),
             gradients=gradients,
             optimizer=held.optimizer.num_bytes,
             buffers=held.buffers.num_bytes,
             activations=round(activations * (process.heap if self._on_cores else 1.0)),
-            communication=held.extra.num_bytes,
+            communication=held.extra.num_bytes + sent + self._group_bytes,
             base=self.base_bytes,
         )
+
+    def _stage_memory(self, stage: StageSpec) -> PassMemory:
+        received = received_bytes(self._step.profile, stage, self._step.samples)
+        return self._step.pass_memory(range(stage.start, stage.stop)).with_inputs(received)
+
+    @cached_property
+    def _evaluation_bytes(self) -> float:
+        profile, plan = self._step.profile, self._step.plan
+        cut = profile.tensor.get(plan.tensor)
+        found = profile.evaluation_bytes if cut is None else cut.evaluation_bytes
+        return found * profile.precision_of(plan.precision).kept
+
+    @cached_property
+    def _in_shared_memory(self) -> bool:
+        return self._on_cores and self._step.places.group("world").is_inside
+
+    @cached_property
+    def _group_bytes(self) -> int:
+        return group_bytes(self._step.plan) if self._in_shared_memory else 0
+
+    def _pipeline_messages(self, layout: RankLayout) -> int:
+        step, stages = self._step, self._step.facts.survey.stages
+        if stages is None or not self._in_shared_memory:
+            return 0
+        return pipeline_bytes(step.profile, step.plan, stages, layout.place.pipeline)
 
     @cached_property
     def _on_cores(self) -> bool:

@@ -14,7 +14,7 @@ import math
 
 import msgspec
 
-VERSION = 3  # of the form of a profile, and of how it is measured
+VERSION = 4  # of the form of a profile, and of how it is measured
 
 
 class Linear(msgspec.Struct, frozen=True, array_like=True):
@@ -111,6 +111,7 @@ class TensorProfile(msgspec.Struct, frozen=True):
     message_bytes: tuple[Linear, ...] = ()
     back_messages: tuple[int, ...] = ()
     back_bytes: tuple[Linear, ...] = ()
+    evaluation_bytes: int = 0
     refusal: str = ""
 
 
@@ -181,6 +182,9 @@ class Profile(msgspec.Struct, frozen=True):
     pipeline_refusal: str = ""  # why the model cannot be cut into stages
     shares: bool = False  # ranks of one host may hold parameters and state together
     crowding: Crowding = ALONE
+    # Of a piece of an evaluation, which no plan cuts; 0 if the run has none. And its most bytes.
+    evaluated_samples: int = 0
+    evaluation_bytes: int = 0
 
     def precision_of(self, plan_precision: str) -> PrecisionProfile:
         """Of a plan that may change its precision: the first."""

@@ -9,6 +9,7 @@ Cost: seconds, and for a measured model its training memory once; then it comes 
 which knows a run by its model's structure and code, its batch and this machine.
 """
 
+import gc
 import hashlib
 import inspect
 import math
@@ -64,6 +65,7 @@ from shoal.storage.files import write_atomic
 from shoal.storage.run_dir import cache_directory
 from shoal.sync.host_state import why_apart
 from shoal.training.build import refuse_unfit
+from shoal.training.evaluate import evaluated_samples
 from shoal.training.run import Run, call_model, make_batches
 
 DEGREES = (2, 4, 8)  # of the tensor axis
@@ -87,7 +89,7 @@ def profile_run(run: Run, fresh: bool = False) -> Profile:
     A model that fits in memory is measured; another is run on fake tensors, which allocate
     nothing. RecipeError says what is missing if the model can be run on neither.
     """
-    with _one_thread():
+    with _as_a_rank():
         subject = make_subject(run)
         try:
             kept = cache_directory() / "profiles" / f"{_digest(run, subject)}.json"
@@ -107,7 +109,7 @@ def profile_run(run: Run, fresh: bool = False) -> Profile:
 def sketch_run(run: Run, plan: Plan) -> Profile:
     """What one plan needs of a profile to know its memory: from shapes, on fake tensors, in a part
     of the time and without memory. RecipeError if the forward looks at values."""
-    with _one_thread():
+    with _as_a_rank():
         subject = make_subject(run, on_shapes=True)
         try:
             return _of_parts(run, subject, plan)
@@ -116,14 +118,18 @@ def sketch_run(run: Run, plan: Plan) -> Profile:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """As a rank computes; random state and threads are put back."""
-    threads = torch.get_num_threads()
+def _as_a_rank() -> Iterator[None]:
+    """On one thread, and with what is loaded out of the collector's sight, whose walk over all of
+    it would count for one event. Random state, threads and the collector are put back."""
+    threads, is_frozen = torch.get_num_threads(), gc.get_freeze_count() > 0
     torch.set_num_threads(1)
+    gc.freeze()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        if not is_frozen:
+            gc.unfreeze()
         torch.set_num_threads(threads)
 
 
@@ -167,6 +173,7 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
     refusals = _refusals(run, model)
     watched = WatchedPasses(subject, blocks, measure_flops())
     times = watched.times() if is_plain else watched.steps()
+    evaluated = evaluated_samples(run) if is_plain else 0
     degrees = DEGREES if plan is None else tuple({plan.tensor} - {1})
     cuts = degrees if is_plain and "tensor>1" not in refusals else ()
     in_others = is_plain and (plan is None or plan.precision != "fp32")
@@ -194,7 +201,7 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
         blocks=tuple(blocks),
         values=values,
         times=tuple(times),
-        tensor={degree: _cut(subject, blocks, degree, watched.speed, times) for degree in cuts},
+        tensor={n: _cut(subject, blocks, n, watched.speed, times, evaluated) for n in cuts},
         opened=opened,
         recomputed=_recomputed(model, paths),
         fsdp_blocks=tuple((paths[id(unit)], _sharded_in(unit, names)) for unit in units),
@@ -216,6 +223,8 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
         refusals=refusals,
         pipeline_refusal=refusal,
         shares=_may_share(run, subject),
+        evaluated_samples=evaluated,
+        evaluation_bytes=watched.evaluation_bytes(evaluated),
     )
 
 
@@ -364,6 +373,7 @@ def _cut(
     degree: int,
     speed: float,
     whole: Sequence[BlockTimes],
+    evaluated: int,
 ) -> TensorProfile:
     run, piece = subject.run, first_piece(subject)
     try:
@@ -379,6 +389,7 @@ def _cut(
     try:
         watched = WatchedPasses(cut, blocks, speed, whole)
         by_size = watched.amounts()
+        evaluation_bytes = watched.evaluation_bytes(evaluated)
     except RuntimeError as error:
         return TensorProfile(refusal=f"{type(model).__name__} cannot be run cut: {error}")
     finally:
@@ -392,6 +403,7 @@ def _cut(
         message_bytes=tuple(lines_of(by_size, "message_bytes", len(blocks))),
         back_messages=tuple(first.back_messages),
         back_bytes=tuple(lines_of(by_size, "back_bytes", len(blocks))),
+        evaluation_bytes=evaluation_bytes,
     )
 
 
@@ -417,7 +429,7 @@ def _digest(run: Run, subject: Subject) -> str:
         *sorted(_source(kind) for kind in own),
         _source(run.loss if run.step is None else run.step),
         f"{type(optimizer).__name__} {optimizer.defaults}",
-        f"{run.batch_size} {run.clip} {run.loaders} {dict(run.cuts)}",
+        f"{run.batch_size} {run.clip} {run.loaders} {dict(run.cuts)} {evaluated_samples(run)}",
         *(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in _tensors(subject)),
     ]
     for part in parts:

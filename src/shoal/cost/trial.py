@@ -132,7 +132,9 @@ def process_bytes(
 
 def _beside(run: Run, profile: Profile, num_pieces: int, trial: Trial) -> tuple[float, float]:
     """The bytes of activations, and what the process held of those and of nothing that is known."""
-    bare = msgspec.structs.replace(profile, process=ProcessBytes(0, 1.0, 0, 0))
+    bare = msgspec.structs.replace(
+        profile, process=ProcessBytes(0, 1.0, 0, 0), evaluation_bytes=0
+    )
     (known,) = memory_of_ranks(bare, trial_plan(run, num_pieces), _ANYWHERE)
     return known.activations, trial.own_bytes - (known.peak - known.activations)
 

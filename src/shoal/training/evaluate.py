@@ -46,6 +46,11 @@ def data_of(run: Run, which: WhichData) -> Any:
     return run.evaluate
 
 
+def evaluated_samples(run: Run) -> int:
+    """Of a piece, as `measure` cuts the source of a run; 0 if it evaluates nothing."""
+    return 0 if run.evaluate is None else min(PIECE_SIZE, run.batch_size)
+
+
 class Evaluator(Protocol):
     """Who runs the model: a `PieceRunner`, or the reference."""
 

@@ -35,14 +35,18 @@ class PendingReceive(NamedTuple):
     record: CollectiveRecord | None = None
 
 
+def most_leaving(num_ranks: int) -> int:
+    """Sends whose tensors are kept: as many as 1f1b has under way there and back. An older one has
+    arrived, unless the other rank is that far behind."""
+    return 2 * num_ranks
+
+
 class Messages:
     """What one rank sends and receives, in training and evaluation."""
 
     def __init__(self, group: Group, device: torch.device):
         self.group, self.device = group, device
-        # Sends whose tensors are kept: as many as 1f1b has under way there and back. An older one
-        # has arrived, unless the other rank is that far behind.
-        self._most_leaving = 2 * group.num_ranks
+        self._most_leaving = most_leaving(group.num_ranks)
         self._leaving: deque[list[tuple[dist.Work, Tensor]]] = deque()
 
     @property
