@@ -42,9 +42,7 @@ def received_bytes(profile: Profile, stage: StageSpec, samples: float) -> float:
     return _bytes(profile, stage.received, samples)
 
 
-def _letters(
-    profile: Profile, plan: Plan, stages: StagePlan
-) -> Iterator[tuple[int, int, float]]:
+def _letters(profile: Profile, plan: Plan, stages: StagePlan) -> Iterator[tuple[int, int, float]]:
     """The largest message from each stage to the next and back: who sends, to whom, bytes."""
     samples = profile.batch_size / plan.num_pieces
     forward = max(samples, profile.evaluated_samples)

@@ -30,7 +30,7 @@ def rank_plans(
     with those of the model.
     """
     space = SearchSpace(
-        ranks=[ranks] if ranks is not None else rank_counts(cluster.num_devices),
+        ranks=rank_counts(ranks, cluster.num_devices),
         base=Plan.parse(run.plan),
         host_devices=max(group.devices for group in cluster.hosts),
         num_hosts=cluster.num_hosts,

@@ -484,8 +484,9 @@ class _StepMemory:
         """The host with the least room, and what its processes hold."""
         step = self._step.plan.num_replicas * self._step.plan.tensor
         held: Counter[int] = Counter()
-        for rank in range(self._step.plan.num_ranks):
-            held[self._step.places.hosts[rank]] += memory[rank // step].peak
+        for p, own in enumerate(memory):
+            for host, count in Counter(self._step.places.hosts[p * step : (p + 1) * step]).items():
+                held[host] += count * own.peak
         for host in self._step.places.hosts[self._step.plan.num_ranks :]:
             held[host] += self.server_bytes
         share = self._step.profile.process.share(self._num_forked)

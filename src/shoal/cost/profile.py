@@ -26,6 +26,9 @@ class Linear(msgspec.Struct, frozen=True, array_like=True):
     def at(self, num_samples: float) -> float:
         return self.fixed + self.per_sample * num_samples
 
+    def times(self, factor: float) -> "Linear":
+        return Linear(factor * self.fixed, factor * self.per_sample)
+
 
 class BlockProfile(msgspec.Struct, frozen=True):
     """One event of the forward: a submodule, or an operation between submodules."""

@@ -35,7 +35,6 @@ from shoal.cost.profile import (
     VERSION,
     BlockProfile,
     BlockTimes,
-    Crowding,
     Linear,
     ParameterProfile,
     Profile,
@@ -143,24 +142,44 @@ def _profile(run: Run, subject: Subject) -> Profile:
     tried = {n: try_steps(run, n) for n in counts} if subject.mode is None else {}
     trials = {n: trial for n, trial in tried.items() if trial is not None}
     found = _of_parts(run, subject)
-    overhead_s = 1e-3
-    if 1 in trials:
-        overhead_s = max(0.0, trials[1].step_s - _seconds_of_parts(found))
     process = process_bytes(run, found, trials, shared_here)
-    return msgspec.structs.replace(
-        found,
-        overhead_s=overhead_s,
-        process=process,
-        crowding=crowding(run, trials[1]) if 1 in trials else Crowding(),
-    )
+    if 1 not in trials:
+        return msgspec.structs.replace(found, overhead_s=1e-3, process=process)
+    measured = at_pace(found, trials[1].step_s)
+    return msgspec.structs.replace(measured, process=process, crowding=crowding(run, trials[1]))
 
 
-def _seconds_of_parts(profile: Profile) -> float:
-    """Of a step in one piece: what was measured of its parts, each by itself."""
+def at_pace(profile: Profile, step_s: float) -> Profile:
+    """With what a whole step in one piece takes beside its parts. If it takes less than they did,
+    each by itself and watched, then all of them take as much less."""
     size, (each, element) = profile.batch_size, profile.update_s
     trained = [math.prod(p.shape) for p in profile.parameters if p.is_trained]
     passes = sum(t.forward_s.at(size) + t.backward_s.at(size) for t in profile.times)
-    return passes + profile.data_s.at(size) + each * len(trained) + element * sum(trained)
+    parts = passes + profile.data_s.at(size) + each * len(trained) + element * sum(trained)
+    if step_s >= parts:
+        return msgspec.structs.replace(profile, overhead_s=step_s - parts)
+    pace = step_s / parts
+    cuts = {
+        degree: msgspec.structs.replace(cut, times=_scaled(cut.times, pace))
+        for degree, cut in profile.tensor.items()
+    }
+    return msgspec.structs.replace(
+        profile,
+        overhead_s=0.0,
+        times=_scaled(profile.times, pace),
+        tensor=cuts,
+        update_s=(pace * each, pace * element),
+        data_s=profile.data_s.times(pace),
+    )
+
+
+def _scaled(times: Sequence[BlockTimes], pace: float) -> tuple[BlockTimes, ...]:
+    return tuple(
+        msgspec.structs.replace(
+            own, forward_s=own.forward_s.times(pace), backward_s=own.backward_s.times(pace)
+        )
+        for own in times
+    )
 
 
 def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from shoal.cluster.placement import place
 from shoal.comm.mesh import ranks_by_replica
-from shoal.cost.cluster import Cluster
+from shoal.cost.cluster import Cluster, HostGroup
 from shoal.cost.profile import ALONE, Crowding
 from shoal.data.balance import can_balance
 from shoal.plans.plan import Plan
@@ -65,15 +65,16 @@ class RankPlaces:
         """By how much events take longer than in the profile: on the slowest of these ranks, or,
         where work moves to fast ones, as all of them together. `factor` is by how much the plan's
         precision lengthens them on a core; None for what is done in fp32."""
-        is_half = factor is not None and self.plan.precision.startswith(("bf16", "fp16"))
-        speeds = [
-            group.half_flops if is_half and group.half_flops else group.flops / (factor or 1.0)
-            for group in (self.cluster.group_of(self.hosts[rank]) for rank in ranks)
-        ]
+        counts = Counter(map(self.hosts.__getitem__, ranks))
+        speeds = {host: self._speed(self.cluster.group_of(host), factor) for host in counts}
         num_rounds = self.plan.num_pieces // self.plan.num_microbatches
         moves = can_balance(self.plan) and num_rounds > self.plan.num_replicas
-        speed = sum(speeds) / len(speeds) if moves else min(speeds)
-        return self._flops_per_s / speed * self.crowd
+        mean = sum(speeds[host] * count for host, count in counts.items()) / len(ranks)
+        return self._flops_per_s / (mean if moves else min(speeds.values())) * self.crowd
+
+    def _speed(self, group: HostGroup, factor: float | None) -> float:
+        is_half = factor is not None and self.plan.precision.startswith(("bf16", "fp16"))
+        return group.half_flops if is_half and group.half_flops else group.flops / (factor or 1.0)
 
     @cached_property
     def crowd(self) -> float:

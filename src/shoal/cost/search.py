@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shoal.cost.prediction import Prediction
-from shoal.errors import PlanError
+from shoal.errors import PlanError, UsageError
 from shoal.formatting import in_seconds, in_units
 from shoal.plans.keys import ROUNDING_CODECS
 from shoal.plans.plan import Plan
 
 ALIKE = 0.005  # of a step: plans that differ by less are as fast
 MOST_OPEN = 16  # devices of which fewer may be used
+MOST_RANKS = 10_000  # where each is, and on which host, is asked for every plan
 RULES = {
     "ranks": f"more than {MOST_OPEN} devices are all used unless --ranks says otherwise; of fewer, "
     "1, 2, 4, ... and all are tried.",
@@ -192,8 +193,17 @@ def divisors(number: int) -> list[int]:
     return [count for count in range(1, number + 1) if number % count == 0]
 
 
-def rank_counts(most: int) -> list[int]:
-    """Where the number of ranks is open: the powers of two and all; of many devices all."""
+def rank_counts(asked: int | None, most: int) -> list[int]:
+    """Those asked for; where that is open the powers of two and all devices, of many devices all.
+    UsageError if they are more than a search takes."""
+    count = most if asked is None else asked
+    if count > MOST_RANKS:
+        raise UsageError(
+            f"Plans are searched for up to {MOST_RANKS:,} ranks, and there would be {count:,}. Say "
+            f"with --ranks how many, {MOST_RANKS} or fewer."
+        )
+    if asked is not None:
+        return [asked]
     if most > MOST_OPEN:
         return [most]
     return sorted({1 << n for n in range(most.bit_length())} | {most})

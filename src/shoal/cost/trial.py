@@ -7,6 +7,7 @@ activations takes in a heap with gaps. Several at once show how much slower a st
 cores are busy. Cost: some steps for each. Read next: `predict.py`.
 """
 
+import math
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,8 @@ from shoal.training.run import Run, resolve
 from shoal.training.trainer import Trainer
 from shoal.world import World, cores
 
-FEWEST_STEPS, MOST_STEPS = 4, 12
+FEWEST_STEPS, MOST_STEPS = 4, 400
+COLD_SHARE = 0.25  # of the steps, before caches and clocks are as in a run
 LONG_ENOUGH_S = 1.0  # for all of them but the fewest
 PATIENCE_S = 120.0
 LEAST_CHANGE = 10_000_000  # bytes of activations between two sizes that show the heap's gaps
@@ -105,7 +107,8 @@ def _train(run: Run, num_pieces: int, seconds: float, most_steps: int) -> Trial 
                 break
             started = thread_time()
         memory = own_and_shared_bytes()
-    return Trial(median(laps[2:] or laps), *memory) if memory else None
+    warm = laps[math.ceil(COLD_SHARE * len(laps)) :]
+    return Trial(median(warm), *memory) if memory else None
 
 
 def trial_plan(run: Run, num_pieces: int) -> Plan:
@@ -132,9 +135,7 @@ def process_bytes(
 
 def _beside(run: Run, profile: Profile, num_pieces: int, trial: Trial) -> tuple[float, float]:
     """The bytes of activations, and what the process held of those and of nothing that is known."""
-    bare = msgspec.structs.replace(
-        profile, process=ProcessBytes(0, 1.0, 0, 0), evaluation_bytes=0
-    )
+    bare = msgspec.structs.replace(profile, process=ProcessBytes(0, 1.0, 0, 0), evaluation_bytes=0)
     (known,) = memory_of_ranks(bare, trial_plan(run, num_pieces), _ANYWHERE)
     return known.activations, trial.own_bytes - (known.peak - known.activations)
 

@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.cost.cluster import Cluster, read_cluster
 from shoal.cost.profile_index import profile_recipe
-from shoal.cost.search import RankedPlan, SearchResult
+from shoal.cost.search import RankedPlan, SearchResult, rank_counts
 from shoal.cost.this_machine import this_cluster
 from shoal.errors import PlanError
 from shoal.formatting import in_seconds, in_units, plural
@@ -46,6 +46,7 @@ def find_plans(
 ) -> PlansFound:
     """Profile a recipe and rank its plans, for a cluster by its file or name, or this machine."""
     place = this_cluster() if cluster is None else read_cluster(cluster)
+    rank_counts(ranks, place.num_devices)  # so many can be searched: said before a profile is made
     look = partial(_look, recipe, place, ranks, memory_bytes, samples)
     return inspect_recipe(recipe, look, PlansFound)
 

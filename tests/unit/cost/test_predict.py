@@ -1,5 +1,6 @@
 """Profiles and predictions: what plans hold and send as explained, and how figures move."""
 
+import gc
 from typing import Any
 
 import msgspec
@@ -10,14 +11,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.comm.shared_rounds import RING, SLOT_BYTES, mail_bytes
 from shoal.cost.cluster import Cluster, HostGroup, Link, read_cluster
 from shoal.cost.explain import explain
+from shoal.cost.message_memory import group_bytes, pipeline_bytes
 from shoal.cost.plan_facts import facts_of
 from shoal.cost.predict import Prediction, predict, step_times
 from shoal.cost.profile import Crowding, Linear, Profile
-from shoal.cost.profiler import profile_run
+from shoal.cost.profiler import at_pace, profile_run
 from shoal.cost.rank_places import RankPlaces
 from shoal.errors import PlanError
+from shoal.parallel.pipeline.messages import most_leaving
 from shoal.plans.plan import Plan
 from shoal.sync.costs import Message
 from shoal.training.run import Run, resolve
@@ -238,6 +242,68 @@ def test_copies_of_parameters_in_another_precision_do_not_grow(profile: Profile)
     found = profile.precisions["bf16"]
     assert 0.3 < found.kept <= 1.1 and 0.5 < found.copies < 2.5
     assert profile.precisions["fp32"].kept == 1.0 and profile.precisions["fp32"].copies == 0.0
+
+
+def test_an_evaluation_takes_what_its_pieces_take() -> None:
+    """Pieces of it are the whole batch, whatever a plan cuts a step into."""
+    inputs = torch.zeros(32, WIDTH)
+    trained, evaluated = (
+        profile_run(make_run(evaluate=source), fresh=True)
+        for source in (None, shoal.data.tensors(inputs, inputs))
+    )
+    assert trained.evaluation_bytes == trained.evaluated_samples == 0
+    assert evaluated.evaluated_samples == 32
+    # A layer's output, that of the activation, and the block's input; none is kept for later.
+    assert 32 * 4 * (4 + 1) * WIDTH <= evaluated.evaluation_bytes < 32 * 4 * 16 * WIDTH
+    assert 0 < evaluated.tensor[2].evaluation_bytes < evaluated.evaluation_bytes
+    held = [
+        under(msgspec.structs.replace(evaluated, evaluation_bytes=size), plan).memory.activations
+        for plan in ("data=1", "data=1 accumulate=32")
+        for size in (0, evaluated.evaluation_bytes)
+    ]
+    assert held[0] == held[1], "a step on the whole batch holds more"
+    assert held[2] < held[3], "one on single samples does not"
+
+
+def test_messages_of_a_host_are_memory(profile: Profile) -> None:
+    cut = resolve(make_run(), "data=1 pipeline=2", None)
+    stages = facts_of(profile).stages(cut)
+    assert stages is not None
+    letter = 32 // cut.num_pieces * WIDTH * 4
+    boxes, kept = 2 * mail_bytes(letter) // 2, most_leaving(2) * letter
+    assert [pipeline_bytes(profile, cut, stages, rank) for rank in (0, 1)] == [boxes, boxes + kept]
+    larger = msgspec.structs.replace(profile, evaluated_samples=32)
+    box = (mail_bytes(32 * WIDTH * 4) + mail_bytes(letter)) // 2
+    assert pipeline_bytes(larger, cut, stages, 0) == box
+    assert group_bytes(Plan.parse("data=1")) == 0
+    two = group_bytes(Plan.parse("data=2"))
+    assert group_bytes(Plan.parse("data=2 tensor=2")) > 2 * two >= 2 * RING * SLOT_BYTES
+
+
+def test_parts_go_at_the_pace_of_whole_steps(profile: Profile) -> None:
+    """They were measured each by itself, and a step as it is trained."""
+    slow, fast = at_pace(profile, 1.0), at_pace(profile, 1e-6)
+    assert slow.times == profile.times and slow.overhead_s > 0.5
+    for made, seconds in ((slow, 1.0), (fast, 1e-6)):
+        assert fast.overhead_s == 0.0
+        core = msgspec.structs.replace(
+            CORES, hosts=(HostGroup(1, 4, 8 << 30, profile.flops_per_s),)
+        )
+        assert under(made, "data=1", core).step_s == pytest.approx(seconds, rel=1e-6)
+    assert fast.tensor[2].times[0].forward_s.at(32) < profile.tensor[2].times[0].forward_s.at(32)
+
+
+def test_a_collection_of_garbage_is_no_part_of_a_model() -> None:
+    """What is loaded is not walked over while passes are timed, and is again afterwards."""
+    seen = []
+
+    class Watches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(gc.get_freeze_count())
+            return super().forward(x)
+
+    profile_run(make_run(model=lambda: Watches(WIDTH, WIDTH)), fresh=True)
+    assert min(seen) > 10_000 and gc.get_freeze_count() == 0
 
 
 def test_what_the_model_refuses_is_refused(profile: Profile) -> None:

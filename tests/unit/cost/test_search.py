@@ -16,7 +16,7 @@ from shoal.cost.search import (
     rank_counts,
     search,
 )
-from shoal.errors import PlanError
+from shoal.errors import PlanError, UsageError
 from shoal.plans.plan import Plan
 
 MB = 1_000_000
@@ -161,8 +161,11 @@ def test_axes_are_products_inside_hosts(ranks: int, devices: int) -> None:
 
 
 def test_counts_of_ranks_are_few() -> None:
-    assert rank_counts(1) == [1] and rank_counts(6) == [1, 2, 4, 6]
-    assert rank_counts(8000) == [8000]
+    assert rank_counts(None, 1) == [1] and rank_counts(None, 6) == [1, 2, 4, 6]
+    assert rank_counts(None, 8000) == [8000] and rank_counts(3, 8) == [3]
+    for asked, most in ((5_000_000, 2), (None, 1_000_000)):
+        with pytest.raises(UsageError, match=r"up to 10,000 ranks.* --ranks"):
+            rank_counts(asked, most)
 
 
 def test_sixty_four_ranks_are_some_hundred_plans() -> None:

@@ -34,7 +34,7 @@ def server_costs(facts: PlanFacts, server: int) -> StepCosts:
     """What one server steps on, holds and sends; with `copies`, also of those it has copies of."""
     server, part = divmod(server, facts.plan.num_parts)
     pipeline, tensor = divmod(part, facts.plan.tensor)
-    worker = facts.ranks[pipeline * facts.plan.num_replicas * facts.plan.tensor + tensor]
+    worker = RankLayout(facts, pipeline * facts.plan.num_replicas * facts.plan.tensor + tensor)
     layout, own = layout_on_servers(worker), _leaders(facts, server)
     num_stepped, state = _stepped(worker, layout, own)
     rows = 0  # of tables, in bytes
@@ -61,7 +61,7 @@ def server_costs(facts: PlanFacts, server: int) -> StepCosts:
 
 def aggregator_costs(facts: PlanFacts) -> StepCosts:
     """What a host's aggregator server holds and forwards; all hosts are alike."""
-    plan, layout = facts.plan, layout_on_servers(facts.ranks[0]).on_one_server()
+    plan, layout = facts.plan, layout_on_servers(RankLayout(facts, 0)).on_one_server()
     held = sum(key.num_bytes for key in layout.keys)
     memory = MemoryUse(
         Amount(2 * layout.value_places(0)[-1], "all, for its workers, two sets"),
