@@ -120,14 +120,15 @@ def sketch_run(run: Run, plan: Plan) -> Profile:
 def _as_a_rank() -> Iterator[None]:
     """On one thread, and with what is loaded out of the collector's sight, whose walk over all of
     it would count for one event. Random state, threads and the collector are put back."""
-    threads, is_frozen = torch.get_num_threads(), gc.get_freeze_count() > 0
+    threads, was_frozen = torch.get_num_threads(), gc.get_freeze_count() > 0
     torch.set_num_threads(1)
-    gc.freeze()
+    if not was_frozen:
+        gc.freeze()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        if not is_frozen:
+        if not was_frozen:
             gc.unfreeze()
         torch.set_num_threads(threads)
 

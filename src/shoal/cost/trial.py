@@ -7,6 +7,7 @@ activations takes in a heap with gaps. Several at once show how much slower a st
 cores are busy. Cost: some steps for each. Read next: `predict.py`.
 """
 
+import gc
 import math
 import os
 import signal
@@ -79,6 +80,7 @@ def crowding(run: Run, alone: Trial) -> Crowding:
 
 def _train_beside(run: Run, num_pieces: int, num_others: int) -> Trial | None:
     """While so many others do the same, which end with it."""
+    gc.freeze()  # as a fork server does: a collection would copy every page that it walks over
     others, here = list[int](), os.getpid()
     try:
         for _ in range(num_others):

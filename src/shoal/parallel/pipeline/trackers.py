@@ -7,8 +7,10 @@ tensors as Python objects; `MemoryTracker` tracks them by their memory, and sees
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,33 +19,54 @@ from shoal.numerics.storage_address import storage_address
 from shoal.parallel.pipeline.calls import leaves
 
 
-class UnitTensor(NamedTuple):
-    """A tensor that a unit made inside. Kept, so that its id and memory are not used again."""
+Thing = TypeVar("Thing")
 
-    tensor: Tensor
+
+class UnitTensor(NamedTuple):
+    """Of a tensor that a unit made inside."""
+
     event: int
     unit: str
 
 
 class UnitTensors:
-    """The tensors that units made so far, by object and by memory."""
+    """The tensors that units made so far and that are still there, by object and by memory.
+
+    They are not kept: what a unit lets go is gone, or a recording would hold all activations. Its
+    id and its address may then be those of others, so each is asked for what is alive.
+    """
 
     def __init__(self) -> None:
-        self._by_object: dict[int, UnitTensor] = {}
-        self._by_address: dict[int, UnitTensor] = {}
+        self._objects = _Alive[Tensor]()
+        self._storages = _Alive[torch.UntypedStorage]()
 
-    def add(self, made: UnitTensor, given: Iterable[Tensor]) -> None:
+    def add(self, tensor: Tensor, made: UnitTensor, given: Iterable[Tensor]) -> None:
         """`given` are the inputs: a view has the memory of one of them."""
-        self._by_object.setdefault(id(made.tensor), made)
-        where = storage_address(made.tensor)
+        self._objects.add(id(tensor), tensor, made)
+        where = storage_address(tensor)
         if where and all(storage_address(x) != where for x in given):
-            self._by_address.setdefault(where, made)
+            self._storages.add(where, tensor.untyped_storage(), made)
 
     def of_object(self, tensor: Tensor) -> UnitTensor | None:
-        return self._by_object.get(id(tensor))
+        return self._objects.get(id(tensor))
 
     def at(self, where: int) -> UnitTensor | None:
-        return self._by_address.get(where)
+        return self._storages.get(where)
+
+
+class _Alive(Generic[Thing]):
+    """Who made what is alive, by a key that it has alone as long as it is."""
+
+    def __init__(self) -> None:
+        self._things = WeakValueDictionary[int, Thing]()
+        self._made: dict[int, UnitTensor] = {}
+
+    def add(self, key: int, thing: Thing, made: UnitTensor) -> None:
+        if key not in self._things:
+            self._things[key], self._made[key] = thing, made
+
+    def get(self, key: int) -> UnitTensor | None:
+        return self._made[key] if key in self._things else None
 
 
 class UnitTracker(TorchFunctionMode):
@@ -62,7 +85,7 @@ class UnitTracker(TorchFunctionMode):
         self.used.update(given)
         for x in leaves(result, []):
             if type(x) is Tensor and x.numel() and id(x) not in given:
-                self._unit_tensors.add(UnitTensor(x, self._event, self._unit), given.values())
+                self._unit_tensors.add(x, UnitTensor(self._event, self._unit), given.values())
         return result
 
 
