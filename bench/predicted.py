@@ -32,7 +32,7 @@ from shoal.training.run import resolve
 KEPT = "PREDICTED_CELLS"
 STEPS, FEWEST, WARM = 40, 15, 6
 RUN_S = 4.0  # of steps, in a cell
-POLL_S = 0.5
+POLL_S, WEIGH_S = 0.05, 0.4  # between looks at a process, and until it is weighed again
 PATIENCE_S = 600.0
 DENSE = (
     *("data=1", "data=1 accumulate=4", "data=2", "data=2 accumulate=2"),
@@ -191,21 +191,25 @@ class _Held(NamedTuple):
 def _watch(run: "subprocess.Popen[bytes]") -> int:
     """The peak PSS of the rank that holds most, until the run ends.
 
-    A look takes a core some milliseconds for each rank and keeps its memory locked, so there are
-    few. Each process is judged by the look that found most resident: one that ends lets go of what
-    it shares, which was never its own.
+    To weigh a process takes a core some milliseconds, in which it cannot map memory. So it is done
+    where more is resident than before and not too often: ranks are to compute meanwhile. It also is
+    what counts: a process that ends lets go of what it shares, which was never its own.
     """
     found: dict[int, _Held] = {}
+    weighed: dict[int, float] = {}
     deadline = time.monotonic() + PATIENCE_S
-    while run.poll() is None and time.monotonic() < deadline:
+    while run.poll() is None and (now := time.monotonic()) < deadline:
         forkers = _children(run.pid)
         ranks = [rank for forker in forkers for rank in _children(forker)]
         for rank in ranks:
             with suppress(OSError, ValueError):
-                now = _held(rank, 1 + len(forkers) + len(ranks))
-                before = found.setdefault(rank, now)
-                more = now if now.resident > before.resident else before
-                found[rank] = more._replace(most=now.most)
+                sizes, before = _sizes(rank), found.get(rank)
+                if before is None or (
+                    sizes["VmRSS"] > before.resident and now - weighed[rank] > WEIGH_S
+                ):
+                    found[rank], weighed[rank] = _weigh(rank, 1 + len(forkers) + len(ranks)), now
+                else:
+                    found[rank] = before._replace(most=sizes["VmHWM"])
         with suppress(subprocess.TimeoutExpired):
             run.wait(POLL_S)
     return max((one.peak for one in found.values()), default=0)
@@ -220,19 +224,22 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _held(pid: int, family: int) -> _Held:
+def _weigh(pid: int, family: int) -> _Held:
     """Pages of files are counted by the run's own processes: others on this machine may have loaded
     the same libraries."""
-    root = Path("/proc", str(pid))
-    rolled = _kilobytes(root / "smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
-    sizes = _kilobytes(root / "status", ("VmHWM", "VmRSS", "RssFile"))
+    rolled = _bytes_in(Path("/proc", str(pid), "smaps_rollup"), ("Pss_Anon", "Pss_Shmem"))
+    sizes = _sizes(pid)
     held = sum(rolled.values()) + sizes["RssFile"] // family
-    return _Held(1024 * held, 1024 * sizes["VmRSS"], 1024 * sizes["VmHWM"])
+    return _Held(held, sizes["VmRSS"], sizes["VmHWM"])
 
 
-def _kilobytes(file: Path, names: tuple[str, ...]) -> dict[str, int]:
+def _sizes(pid: int) -> dict[str, int]:
+    return _bytes_in(Path("/proc", str(pid), "status"), ("VmHWM", "VmRSS", "RssFile"))
+
+
+def _bytes_in(file: Path, names: tuple[str, ...]) -> dict[str, int]:
     lines = (line.split() for line in file.read_text().splitlines())
-    found = {line[0].rstrip(":"): int(line[1]) for line in lines if line[0].rstrip(":") in names}
+    found = {line[0][:-1]: 1024 * int(line[1]) for line in lines if line[0][:-1] in names}
     if len(found) < len(names):
         raise ValueError(file)
     return found
