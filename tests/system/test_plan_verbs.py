@@ -79,6 +79,7 @@ def test_plans_for_people(pool: Pool, cache: Path, tmp_path: Path) -> None:
         ((TINY, "--cluster", "nowhere"), "laptops-16"),
         ((TINY, "--ranks", "0"), "--ranks"),
         ((TINY, "--ranks", "3", "--cluster", "cores-2"), "data=3 does not divide"),
+        ((TINY, "--ranks", "5000000", "--cluster", "cores-2"), "up to 10,000 ranks"),
         ((TINY, "--memory", "much"), "is no amount"),
         ((TINY, "--memory", "1MB", "--cluster", "cores-2"), "The nearest is"),
     ],

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shoal.numerics.storage_address import storage_address
 from shoal.parallel.pipeline.calls import leaves
 
-
 Thing = TypeVar("Thing")
 
 
