@@ -16,10 +16,9 @@ from shoal.plans.plan import Plan
 
 
 def group_bytes(plan: Plan) -> int:
-    """A rank's part of the rings of its groups: of each axis, and of all ranks if that is more."""
-    sizes = [n for n in (plan.num_replicas, plan.tensor, plan.pipeline) if n > 1]
-    sizes += [plan.num_ranks] if len(sizes) > 1 else []
-    return sum(segment_bytes(n) // n for n in sizes)
+    """A rank's part of the rings of its groups: of all ranks, and of each axis that is not all."""
+    axes = [n for n in (plan.num_replicas, plan.tensor, plan.pipeline) if n < plan.num_ranks]
+    return sum(segment_bytes(n) // n for n in (plan.num_ranks, *axes) if n > 1)
 
 
 def pipeline_bytes(profile: Profile, plan: Plan, stages: StagePlan, rank: int) -> int:

@@ -139,8 +139,9 @@ def _as_a_rank() -> Iterator[None]:
 def _profile(run: Run, subject: Subject) -> Profile:
     """Steps are tried first, while this process is as new as the one that ranks are forked from."""
     shared_here = (own_and_shared_bytes() or (0, 0))[1]
-    counts = sorted({run.batch_size // size for size in subject.examples})
-    tried = {n: try_steps(run, n) for n in counts} if subject.mode is None else {}
+    counts = {run.batch_size // size for size in subject.examples}
+    counts |= {2} if run.batch_size % 2 == 0 else set()
+    tried = {n: try_steps(run, n) for n in sorted(counts)} if subject.mode is None else {}
     trials = {n: trial for n, trial in tried.items() if trial is not None}
     found = _of_parts(run, subject)
     process = process_bytes(run, found, trials, shared_here)

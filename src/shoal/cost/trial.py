@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import linear_regression, median
 from time import monotonic, thread_time
 
 import msgspec
@@ -143,9 +143,9 @@ def _beside(run: Run, profile: Profile, num_pieces: int, trial: Trial) -> tuple[
 
 
 def heap_factor(points: Sequence[tuple[float, float]]) -> float:
-    """Bytes of the process for each byte of activations, by two points; the default by one, or if
-    they are too near."""
-    (low, held_low), (high, held_high) = min(points), max(points)
-    if high - low < LEAST_CHANGE:
+    """Bytes of the process for each byte of activations: the line that is nearest to the points;
+    the default by one, or if they are too near."""
+    kept, held = zip(*points, strict=True)
+    if max(kept) - min(kept) < LEAST_CHANGE:
         return ProcessBytes().heap
-    return min(MOST_HEAP, max(1.0, (held_high - held_low) / (high - low)))
+    return min(MOST_HEAP, max(1.0, linear_regression(kept, held).slope))

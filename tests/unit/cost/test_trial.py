@@ -92,11 +92,11 @@ def test_memory_is_what_a_process_of_one_rank_really_takes(
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path_factory.mktemp("cache")))
     profile = profile_run(run())
     assert profile.is_measured and 1.0 <= profile.process.heap <= MOST_HEAP
-    between = try_steps(run(), 2)
+    between = try_steps(run(), 4)
     assert between is not None
     apart = msgspec.structs.replace(profile.process, with_ranks=0, with_command=0)
     bare = msgspec.structs.replace(profile, process=apart)
-    (told,) = memory_of_ranks(bare, resolve(run(), "data=1 accumulate=2", None), CORES)
+    (told,) = memory_of_ranks(bare, resolve(run(), "data=1 accumulate=4", None), CORES)
     assert told.peak == pytest.approx(between.own_bytes, rel=0.25)
 
 
