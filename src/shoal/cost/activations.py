@@ -30,8 +30,7 @@ class PassMemory(NamedTuple):
 
     def with_inputs(self, num_bytes: float) -> "PassMemory":
         """Where what it is given is its own to keep: the inputs of a stage."""
-        moments = [m._replace(activations=m.activations + num_bytes) for m in self.moments]
-        return PassMemory(self.kept + num_bytes, moments)
+        return PassMemory(self.kept + num_bytes, [Moment(self.peak + num_bytes, 0)])
 
     @property
     def peak(self) -> float:

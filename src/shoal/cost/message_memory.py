@@ -44,7 +44,7 @@ def received_bytes(profile: Profile, stage: StageSpec, samples: float) -> float:
 def _letters(profile: Profile, plan: Plan, stages: StagePlan) -> Iterator[tuple[int, int, float]]:
     """The largest message from each stage to the next and back: who sends, to whom, bytes."""
     samples = profile.batch_size / plan.num_pieces
-    forward = max(samples, profile.evaluated_samples)
+    forward = max(samples, profile.evaluation.num_samples)
     for one, after in zip(stages.stages, stages.stages[1:]):
         here, there = _rank_of(one, plan), _rank_of(after, plan)
         if here != there:

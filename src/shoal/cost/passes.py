@@ -21,6 +21,7 @@ from shoal.cost.pass_probe import LiveBytes, PassCounters, PassProbe, Segment
 from shoal.cost.profile import (
     BlockProfile,
     BlockTimes,
+    EvaluationMemory,
     Linear,
     PrecisionProfile,
 )
@@ -30,7 +31,7 @@ from shoal.errors import ShoalError
 from shoal.logs import log
 from shoal.numerics.optimizers import stepper
 from shoal.parallel.striping import tables_of, weights_of
-from shoal.training.evaluate import evaluating
+from shoal.training.evaluate import evaluated_samples, evaluating
 
 MEASURED_S = 0.25  # for which passes of one size are repeated
 FEWEST_LAPS, MOST_LAPS = 3, 9  # one that was disturbed does not count
@@ -176,12 +177,13 @@ class WatchedPasses:
         self.is_unlike = self.is_unlike or live.reads_values
         return PassAmounts(segments, len(self.blocks))
 
-    def evaluation_bytes(self, num_samples: int) -> int:
-        """The most that a piece of so many samples takes where nothing is kept for a backward."""
-        if not num_samples:
-            return 0
+    def evaluation(self) -> EvaluationMemory:
+        """Of the run's own, where it computes samples as a step does; after `amounts`."""
+        num_samples = evaluated_samples(self.subject.run)
+        if not num_samples or not self.sizes:
+            return EvaluationMemory()
         found = {n: self._most_in_evaluation(self.subject.examples[n][0]) for n in self.sizes}
-        return round(line_through(found).at(num_samples))
+        return EvaluationMemory(num_samples, round(line_through(found).at(num_samples)))
 
     def _most_in_evaluation(self, piece: Piece) -> float:
         model = self.subject.model

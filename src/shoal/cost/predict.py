@@ -415,7 +415,7 @@ class _StepMemory:
                 )
                 best = max(whole.moments, key=lambda m: m.activations + each * m.gradient_elements)
                 activations, gradients = best.activations, int(each * best.gradient_elements)
-        activations = max(activations, self._evaluation_bytes)
+        activations = max(activations, self._in_evaluation)
         return MemoryParts(
             parameters=held.parameters.num_bytes - self._left_to_others(layout),
             gradients=gradients,
@@ -431,11 +431,11 @@ class _StepMemory:
         return self._step.pass_memory(range(stage.start, stage.stop)).with_inputs(received)
 
     @cached_property
-    def _evaluation_bytes(self) -> float:
+    def _in_evaluation(self) -> float:
         profile, plan = self._step.profile, self._step.plan
         cut = profile.tensor.get(plan.tensor)
-        found = profile.evaluation_bytes if cut is None else cut.evaluation_bytes
-        return found * profile.precision_of(plan.precision).kept
+        found = profile.evaluation if cut is None else cut.evaluation
+        return found.num_bytes * profile.precision_of(plan.precision).kept
 
     @cached_property
     def _in_shared_memory(self) -> bool:

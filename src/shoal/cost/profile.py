@@ -103,6 +103,14 @@ class TableProfile(msgspec.Struct, frozen=True):
     by_piece: tuple[tuple[tuple[int, ...], ...], ...]
 
 
+class EvaluationMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Of a piece of a run's evaluation, which no plan cuts: its samples, and the most bytes while
+    nothing is kept for a backward. Nothing if the run evaluates nothing."""
+
+    num_samples: int = 0
+    num_bytes: int = 0
+
+
 class TensorProfile(msgspec.Struct, frozen=True):
     """The model cut over so many ranks: cuts by name (dim, packs), what each event then takes, and
     its messages for one piece. `refusal` says why it cannot be cut so."""
@@ -114,7 +122,7 @@ class TensorProfile(msgspec.Struct, frozen=True):
     message_bytes: tuple[Linear, ...] = ()
     back_messages: tuple[int, ...] = ()
     back_bytes: tuple[Linear, ...] = ()
-    evaluation_bytes: int = 0
+    evaluation: EvaluationMemory = EvaluationMemory()
     refusal: str = ""
 
 
@@ -185,9 +193,7 @@ class Profile(msgspec.Struct, frozen=True):
     pipeline_refusal: str = ""  # why the model cannot be cut into stages
     shares: bool = False  # ranks of one host may hold parameters and state together
     crowding: Crowding = ALONE
-    # Of a piece of an evaluation, which no plan cuts; 0 if the run has none. And its most bytes.
-    evaluated_samples: int = 0
-    evaluation_bytes: int = 0
+    evaluation: EvaluationMemory = EvaluationMemory()
 
     def precision_of(self, plan_precision: str) -> PrecisionProfile:
         """Of a plan that may change its precision: the first."""

@@ -194,14 +194,12 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
     refusals = _refusals(run, model)
     watched = WatchedPasses(subject, blocks, measure_flops())
     times = watched.times() if is_plain else watched.steps()
-    evaluated = evaluated_samples(run) if is_plain else 0
     degrees = DEGREES if plan is None else tuple({plan.tensor} - {1})
     cuts = degrees if is_plain and "tensor>1" not in refusals else ()
     in_others = is_plain and (plan is None or plan.precision != "fp32")
     names = {id(p): name for name, p in model.named_parameters()}
     paths = {id(module): path for path, module in model.named_modules()}
-    units = fsdp.units(model, [*names.values()], (), whole_model=True)[:-1]
-    rest = fsdp.units(model, [*names.values()], (), whole_model=False)[len(units) :]
+    units, rest = _fsdp_units(model, names, paths)
     state = optimizer_state_of(run.make_optimizer(model), model, tables)
     held, phases = PieceBuffers(model), run_first_step(run, model, first_piece(subject))
     return Profile(
@@ -222,11 +220,11 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
         blocks=tuple(blocks),
         values=values,
         times=tuple(times),
-        tensor={n: _cut(subject, blocks, n, watched.speed, times, evaluated) for n in cuts},
+        tensor={n: _cut(subject, blocks, n, watched.speed, times) for n in cuts},
         opened=opened,
         recomputed=_recomputed(model, paths),
-        fsdp_blocks=tuple((paths[id(unit)], _sharded_in(unit, names)) for unit in units),
-        fsdp_rest=tuple((paths[id(unit)], _sharded_in(unit, names)) for unit in rest),
+        fsdp_blocks=units,
+        fsdp_rest=rest,
         buffers={name: buffer.nbytes for name, buffer in buffers_of(model).items()},
         changed=changed_buffers(model, held),
         averaged_buffers=sum(b.numel() for b in model.buffers() if b.is_floating_point()),
@@ -244,8 +242,7 @@ def _of_parts(run: Run, subject: Subject, plan: Plan | None = None) -> Profile:
         refusals=refusals,
         pipeline_refusal=refusal,
         shares=_may_share(run, subject),
-        evaluated_samples=evaluated,
-        evaluation_bytes=watched.evaluation_bytes(evaluated),
+        evaluation=watched.evaluation(),
     )
 
 
@@ -262,6 +259,22 @@ def _recomputed(model: nn.Module, paths: dict[int, str]) -> tuple[str, ...]:
         return tuple(paths[id(block)] for block in blocks_to_recompute(model))
     except PlanError:
         return ()
+
+
+Units = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def _fsdp_units(
+    model: nn.Module, names: dict[int, str], paths: dict[int, str]
+) -> tuple[Units, Units]:
+    """Those that ZeRO 3 makes of the model's blocks, and those that it makes of the rest."""
+
+    def named(units: Sequence[nn.Module]) -> Units:
+        return tuple((paths[id(unit)], _sharded_in(unit, names)) for unit in units)
+
+    units = fsdp.units(model, [*names.values()], (), whole_model=True)[:-1]
+    rest = fsdp.units(model, [*names.values()], (), whole_model=False)[len(units) :]
+    return named(units), named(rest)
 
 
 def _sharded_in(unit: nn.Module, names: dict[int, str]) -> tuple[str, ...]:
@@ -394,7 +407,6 @@ def _cut(
     degree: int,
     speed: float,
     whole: Sequence[BlockTimes],
-    evaluated: int,
 ) -> TensorProfile:
     run, piece = subject.run, first_piece(subject)
     try:
@@ -410,7 +422,7 @@ def _cut(
     try:
         watched = WatchedPasses(cut, blocks, speed, whole)
         by_size = watched.amounts()
-        evaluation_bytes = watched.evaluation_bytes(evaluated)
+        evaluation = watched.evaluation()
     except RuntimeError as error:
         return TensorProfile(refusal=f"{type(model).__name__} cannot be run cut: {error}")
     finally:
@@ -424,7 +436,7 @@ def _cut(
         message_bytes=tuple(lines_of(by_size, "message_bytes", len(blocks))),
         back_messages=tuple(first.back_messages),
         back_bytes=tuple(lines_of(by_size, "back_bytes", len(blocks))),
-        evaluation_bytes=evaluation_bytes,
+        evaluation=evaluation,
     )
 
 

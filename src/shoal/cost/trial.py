@@ -23,7 +23,7 @@ import torch
 from shoal.comm.mesh import LauncherSeat
 from shoal.cost.cluster import Cluster, HostGroup, Link
 from shoal.cost.predict import memory_of_ranks
-from shoal.cost.profile import Crowding, ProcessBytes, Profile
+from shoal.cost.profile import Crowding, EvaluationMemory, ProcessBytes, Profile
 from shoal.cost.subject import SHARE_OF_MEMORY
 from shoal.events.meters import own_and_shared_bytes
 from shoal.logs import log
@@ -137,7 +137,9 @@ def process_bytes(
 
 def _beside(run: Run, profile: Profile, num_pieces: int, trial: Trial) -> tuple[float, float]:
     """The bytes of activations, and what the process held of those and of nothing that is known."""
-    bare = msgspec.structs.replace(profile, process=ProcessBytes(0, 1.0, 0, 0), evaluation_bytes=0)
+    bare = msgspec.structs.replace(
+        profile, process=ProcessBytes(0, 1.0, 0, 0), evaluation=EvaluationMemory()
+    )
     (known,) = memory_of_ranks(bare, trial_plan(run, num_pieces), _ANYWHERE)
     return known.activations, trial.own_bytes - (known.peak - known.activations)
 

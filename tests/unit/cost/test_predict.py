@@ -17,7 +17,7 @@ from shoal.cost.explain import explain
 from shoal.cost.message_memory import group_bytes, pipeline_bytes
 from shoal.cost.plan_facts import facts_of
 from shoal.cost.predict import Prediction, predict, step_times
-from shoal.cost.profile import Crowding, Linear, Profile
+from shoal.cost.profile import Crowding, EvaluationMemory, Linear, Profile
 from shoal.cost.profiler import at_pace, profile_run
 from shoal.cost.rank_places import RankPlaces
 from shoal.errors import PlanError
@@ -251,15 +251,15 @@ def test_an_evaluation_takes_what_its_pieces_take() -> None:
         profile_run(make_run(evaluate=source), fresh=True)
         for source in (None, shoal.data.tensors(inputs, inputs))
     )
-    assert trained.evaluation_bytes == trained.evaluated_samples == 0
-    assert evaluated.evaluated_samples == 32
+    assert trained.evaluation == EvaluationMemory() and evaluated.evaluation.num_samples == 32
+    most = evaluated.evaluation.num_bytes
     # A layer's output, that of the activation, and the block's input; none is kept for later.
-    assert 32 * 4 * (4 + 1) * WIDTH <= evaluated.evaluation_bytes < 32 * 4 * 16 * WIDTH
-    assert 0 < evaluated.tensor[2].evaluation_bytes < evaluated.evaluation_bytes
+    assert 32 * 4 * (4 + 1) * WIDTH <= most < 32 * 4 * 16 * WIDTH
+    assert 0 < evaluated.tensor[2].evaluation.num_bytes < most
     held = [
-        under(msgspec.structs.replace(evaluated, evaluation_bytes=size), plan).memory.activations
+        under(msgspec.structs.replace(evaluated, evaluation=own), plan).memory.activations
         for plan in ("data=1", "data=1 accumulate=32")
-        for size in (0, evaluated.evaluation_bytes)
+        for own in (EvaluationMemory(), evaluated.evaluation)
     ]
     assert held[0] == held[1], "a step on the whole batch holds more"
     assert held[2] < held[3], "one on single samples does not"
@@ -272,7 +272,7 @@ def test_messages_of_a_host_are_memory(profile: Profile) -> None:
     letter = 32 // cut.num_pieces * WIDTH * 4
     boxes, kept = 2 * mail_bytes(letter) // 2, most_leaving(2) * letter
     assert [pipeline_bytes(profile, cut, stages, rank) for rank in (0, 1)] == [boxes, boxes + kept]
-    larger = msgspec.structs.replace(profile, evaluated_samples=32)
+    larger = msgspec.structs.replace(profile, evaluation=EvaluationMemory(32, 0))
     box = (mail_bytes(32 * WIDTH * 4) + mail_bytes(letter)) // 2
     assert pipeline_bytes(larger, cut, stages, 0) == box
     assert group_bytes(Plan.parse("data=1")) == 0

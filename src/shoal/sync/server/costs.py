@@ -6,6 +6,7 @@ not count. A worker's costs are beside its code: `strategy.py`, `outer_client.py
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from shoal.comm.tree import Block, blocks_of
 from shoal.sync.costs import Amount, MemoryUse, Message, StepCosts
@@ -17,9 +18,12 @@ from shoal.sync.server.replication import leaders_of
 
 def layout_on_servers(layout: RankLayout) -> ServerLayout:
     """Where the servers of a plan hold what a worker trains."""
-    sizes = [(p.num_elements, p.dtype.itemsize, p.dtype) for p in layout.trained]
+    sizes = tuple((p.num_elements, p.dtype.itemsize, p.dtype) for p in layout.trained)
     may_cut = layout.facts.is_element_wise or layout.plan.local_steps > 1
-    return make_layout(sizes, may_cut, layout.plan.num_servers // layout.plan.num_parts)
+    return _made_layout(sizes, may_cut, layout.plan.num_servers // layout.plan.num_parts)
+
+
+_made_layout = lru_cache(16)(make_layout)  # a search asks for the same with many codecs
 
 
 def pushed_blocks(layout: RankLayout) -> list[Block]:
