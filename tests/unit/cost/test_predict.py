@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.shared_rounds import RING, SLOT_BYTES, mail_bytes
+from shoal.cost.activations import Moment, PassMemory
 from shoal.cost.cluster import Cluster, HostGroup, Link, read_cluster
 from shoal.cost.explain import explain
 from shoal.cost.message_memory import group_bytes, pipeline_bytes
@@ -275,6 +276,8 @@ def test_messages_of_a_host_are_memory(profile: Profile) -> None:
     larger = msgspec.structs.replace(profile, evaluation=EvaluationMemory(32, 0))
     box = (mail_bytes(32 * WIDTH * 4) + mail_bytes(letter)) // 2
     assert pipeline_bytes(larger, cut, stages, 0) == box
+    given = PassMemory(10.0, [Moment(4.0, 0), Moment(12.0, 3)]).with_inputs(5.0)
+    assert (given.kept, given.peak) == (15.0, 17.0), "a stage keeps what it was given"
     assert group_bytes(Plan.parse("data=1")) == 0
     two = group_bytes(Plan.parse("data=2"))
     assert group_bytes(Plan.parse("data=2 tensor=2")) > 2 * two >= 2 * RING * SLOT_BYTES
