@@ -35,7 +35,7 @@ from shoal.world import World, cores
 
 FEWEST_STEPS, MOST_STEPS = 4, 400
 COLD_SHARE = 0.25  # of the steps, before caches and clocks are as in a run
-LONG_ENOUGH_S = 1.0  # for all of them but the fewest
+LONG_ENOUGH_S = 0.5  # for all of them but the fewest
 PATIENCE_S = 120.0
 LEAST_CHANGE = 10_000_000  # bytes of activations between two sizes that show the heap's gaps
 MOST_HEAP = 3.0
