@@ -159,6 +159,7 @@ WRONG_IN_TRAINING = {
     ],
     "loss_is_nan": ["Step 1 is not finite", "its loss is nan", "samples"],
     "gradient_is_nan": ["Step 1 is not finite", "its gradient is not"],
+    "last_gradient_is_nan": ["every rank failed at step 1: Step 1 is not finite"],
 }
 
 
@@ -167,6 +168,7 @@ WRONG_IN_TRAINING = {
     "callback_names_no_metric",
     "callback_keeps_what_cannot_be_saved",
     "loss_is_nan",
+    "last_gradient_is_nan",
 )
 @pytest.mark.parametrize(("recipe", "told"), WRONG_IN_TRAINING.items(), ids=WRONG_IN_TRAINING)
 def test_what_cannot_be_trained_on_ends_the_run(shoal: Shoal, recipe: str, told) -> None:
