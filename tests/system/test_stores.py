@@ -1,6 +1,7 @@
 """Runs whose data or checkpoints lie on servers that go away, come back and hold passwords."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -192,6 +193,38 @@ def test_a_server_that_stays_away_ends_the_run_by_name(
         check_hidden(trained, PASSWORD_GIVEN, PASSWORD)
         again = begin(pool, kind, server.url, tmp_path / "again").wait(120.0)
         assert again.exit_code in (1, 2) and "It was tried 6 times" in again.errors
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["documents", "rows"])
+def test_what_changes_under_a_run(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """What is added is not seen; what is gone is named, and nothing else is taken for it."""
+    with stored(kind) as server:
+        undisturbed = begin(pool, kind, server.url, tmp_path / "alone").wait()
+        assert undisturbed.exit_code == 0, undisturbed.errors
+        training = begin(pool, kind, server.url, tmp_path / "grows", pause=0.05)
+        training.wait_for_step(3)
+        change(server, kind, range(400, 500), grows=True)
+        check_same(training.wait(), undisturbed)
+        training = begin(pool, kind, server.url, tmp_path / "shrinks", pause=0.05)
+        training.wait_for_step(3)
+        change(server, kind, range(500), grows=False)
+        trained = training.wait()
+        assert trained.exit_code == 1
+        assert re.search(r"samples of .*with n = \d+ \(sample \d+\) is gone", trained.errors)
+        check_hidden(trained, PASSWORD_GIVEN, PASSWORD)
+
+
+def change(server: Any, kind: str, numbers: Iterable[int], *, grows: bool) -> None:
+    if kind == "documents":
+        kept = server.collections["science.samples"]
+        kept += [{"_id": n, "n": n} for n in numbers] if grows else []
+        kept[:] = kept if grows else [one for one in kept if one["n"] not in numbers]
+        return
+    psycopg = pytest.importorskip("psycopg")
+    said = "INSERT INTO samples VALUES (%s)" if grows else "DELETE FROM samples WHERE n = %s"
+    with psycopg.connect(server.url) as made:
+        made.cursor().executemany(said, [(n,) for n in numbers])
 
 
 @pytest.mark.full
