@@ -142,7 +142,7 @@ def test_last_bits_are_rounding_under_any_plan(verify: Any, recipe: str, plan: s
 
 @pytest.mark.full
 def test_nan_in_the_last_step_ends_the_run_itself(verify: Any) -> None:
-    """Apart, since both ranks would find it in weights that they share."""
+    """Apart, since both ranks may find it in weights that they share."""
     found = verify(f"{UNLIKE}:plain", "data=2 memory=apart", bug="NaN in the last step")
     assert found.exit_code == 1
     assert "rank 1 failed at step 5: Step 5 is not finite" in found.errors

@@ -333,6 +333,7 @@ def start_seaweedfs() -> Iterator[Server]:
                 *(f"-dir={directory}", f"-master.port={master}", f"-volume.port={volume}"),
                 *("-filer=true", f"-filer.port={filer}", "-s3", f"-s3.port={port}"),
                 *(f"-s3.port.grpc={servers._free_port()}", f"-s3.config={directory}/s3.json"),
+                *("-s3.port.iceberg=0", "-s3.port.lance=0"),  # a second server could not have both
                 *("-master.volumeSizeLimitMB=256", "-volume.max=50"),
             ]
 

@@ -55,6 +55,10 @@ def gradient_is_nan() -> shoal.Run:
     return good(loss=lambda output, target: ((output - output) * 0).abs().sqrt().mean())
 
 
+def last_gradient_is_nan() -> shoal.Run:
+    return dataclasses.replace(gradient_is_nan(), steps=1)
+
+
 class Sharp(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():

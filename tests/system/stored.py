@@ -3,6 +3,7 @@
 import os
 import time
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,45 @@ def rows(pause: float = 0.0) -> shoal.Run:
 
     url = os.environ["STORE_URL"]
     return run(shoal.data.sql(lambda: psycopg.connect(url), "samples", key="n"), pause)
+
+
+def use_objects(url: str) -> None:
+    """Put the credentials of a URL where clients of S3 look for them."""
+    parts = urlsplit(url)
+    os.environ |= {
+        "AWS_ACCESS_KEY_ID": parts.username or "",
+        "AWS_SECRET_ACCESS_KEY": unquote(parts.password or ""),
+        "AWS_ENDPOINT_URL_S3": f"http://{parts.hostname}:{parts.port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
+def objects(pause: float = 0.0) -> shoal.Run:
+    use_objects(os.environ["STORE_URL"])
+    return run(shoal.data.csv("s3://shoal-data/numbers.csv"), pause)
+
+
+def connect_columns(url: str) -> Any:
+    """A session of Cassandra."""
+    from cassandra.auth import PlainTextAuthProvider
+    from cassandra.cluster import EXEC_PROFILE_DEFAULT, Cluster, ExecutionProfile
+    from cassandra.query import dict_factory
+
+    parts = urlsplit(url)
+    profile = ExecutionProfile(row_factory=dict_factory, request_timeout=60)
+    return Cluster(
+        ["127.0.0.1"],
+        port=parts.port,
+        protocol_version=3,
+        auth_provider=PlainTextAuthProvider(parts.username, unquote(parts.password or "")),
+        execution_profiles={EXEC_PROFILE_DEFAULT: profile},
+    ).connect()
+
+
+def columns(pause: float = 0.0) -> shoal.Run:
+    url = os.environ["STORE_URL"]
+    data = shoal.data.cassandra(lambda: connect_columns(url), "science.samples", columns=["n"])
+    return run(data, pause)
 
 
 def cached(pause: float = 0.0) -> shoal.Run:

@@ -100,6 +100,18 @@ REFUSED = {
         ["steps", "'many' is not int"],
     ),
     "setting without a value": (["train", f"{RECIPES}:fine", "--set", "steps"], ["name=value"]),
+    "a password": (
+        ["train", f"{RECIPES}:fine", "--checkpoints", "mirror://[/a,s3://key:hunter2@b/x]"],
+        ["--checkpoints mirror://[/a,s3://b/x] was given with a password"],
+    ),
+    "a password in a queue": (
+        ["submit", f"{RECIPES}:fine", "--from", "s3://key:hunter2@b/x"],
+        ["--from s3://b/x was given with a password"],
+    ),
+    "a setting with a password in a queue": (
+        ["submit", f"{RECIPES}:fine", "--set", "url=redis://:hunter2@b/x"],
+        ["--set url: redis://b/x was given with a password"],
+    ),
     "steps of 0": (["train", f"{RECIPES}:fine", "--set", "steps=0"], ["steps=0", "at least 1"]),
     "batch size of 0": (
         ["train", f"{RECIPES}:fine", "--set", "batch_size=0"],
@@ -124,6 +136,7 @@ def test_it_is_refused_before_a_rank_starts(shoal: Shoal, place: Path, words, to
     code, errors = shoal(*words)
     assert code == 2, errors
     assert "Traceback" not in errors
+    assert "hunter2" not in errors
     for part in told:
         assert part in errors, errors
     assert left_in(place) == []
@@ -159,6 +172,7 @@ WRONG_IN_TRAINING = {
     ],
     "loss_is_nan": ["Step 1 is not finite", "its loss is nan", "samples"],
     "gradient_is_nan": ["Step 1 is not finite", "its gradient is not"],
+    "last_gradient_is_nan": ["every rank failed at step 1: Step 1 is not finite"],
 }
 
 
@@ -167,6 +181,7 @@ WRONG_IN_TRAINING = {
     "callback_names_no_metric",
     "callback_keeps_what_cannot_be_saved",
     "loss_is_nan",
+    "last_gradient_is_nan",
 )
 @pytest.mark.parametrize(("recipe", "told"), WRONG_IN_TRAINING.items(), ids=WRONG_IN_TRAINING)
 def test_what_cannot_be_trained_on_ends_the_run(shoal: Shoal, recipe: str, told) -> None:

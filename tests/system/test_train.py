@@ -143,3 +143,16 @@ def test_killing_the_command_leaves_no_process(tmp_path: Path) -> None:
         assert len(pids) >= 2
         os.kill(process.pid, signal.SIGKILL)
     assert wait_until(lambda: not any(map(is_alive, pids)), 10)
+
+
+def test_tables_train_on_one_rank_if_no_number_is_asked_for(pool: Pool, tmp_path: Path) -> None:
+    """Several ranks could not exchange their gradients."""
+    recipe = f"{Path(__file__).with_name('used.py')}:tabled"
+    trained = start(
+        pool, recipe, tmp_path / "run", plan="data=auto", environment={"SHOAL_CORES": "2"}
+    ).wait()
+    assert trained.exit_code == 0, trained.errors
+    assert json.loads((trained.run_dir / "run.json").read_text())["num_ranks"] == 1
+    assert "The plan is data=1, since more ranks do not work: " in trained.errors
+    asked = start(pool, recipe, tmp_path / "asked", plan="data=2").wait()
+    assert asked.exit_code == 2 and "train on one rank (data=1)" in asked.last_words

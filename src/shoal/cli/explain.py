@@ -125,8 +125,12 @@ def _bytes_between(found: "Explanation", plan: "Plan", placement: tuple[int, ...
 def _look(given: dict[str, Any], run: "Run") -> "Explanation":
     from shoal.cost.explain import explain as explained
     from shoal.numerics.precision import environment_for
+    from shoal.training.build import with_fit_plan
     from shoal.training.run import resolve
 
-    plan = resolve(run, given["plan"], given["ranks"])
-    os.environ.update(environment_for(plan.precision))
-    return explained(run, plan)
+    def explain_plan(text: str | None) -> "Explanation":
+        plan = resolve(run, text, given["ranks"])
+        os.environ.update(environment_for(plan.precision))
+        return explained(run, plan)
+
+    return with_fit_plan(run, given["plan"], given["ranks"], explain_plan)

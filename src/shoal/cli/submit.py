@@ -99,9 +99,10 @@ def submit(
     """
     options.refuse_unusable_process()
     from shoal.launch.submit import SubmitOptions, describe_job, submit_job
-    from shoal.training.options import StartOptions, check_start
+    from shoal.training.options import StartOptions, check_settings, check_start
 
     check_start(StartOptions(**{n: given[n] for n in StartOptions.__struct_fields__ if n in given}))
+    check_settings(given["settings"])
     how = SubmitOptions(**{name: given[name] for name in SubmitOptions.__struct_fields__})
     asked = (recipe, words_for_train(context), given["plan"], run_dir, how)
     if dry_run:

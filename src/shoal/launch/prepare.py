@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from torch import nn
 
 from shoal.checkpoint.dtypes import first_unsupported
@@ -42,6 +43,7 @@ from shoal.plans.plan import Plan
 from shoal.storage.object_store import open_store
 from shoal.storage.store import Store
 from shoal.system.fork_server import WorkerMain
+from shoal.training.build import with_fit_plan
 from shoal.training.checkpointing import (
     CheckpointSettings,
     cannot_hold,
@@ -80,7 +82,7 @@ if TYPE_CHECKING:
 class _Preparing(NamedTuple):
     """A run that is being prepared, with what is known of it so far."""
 
-    recipe: str
+    recipe: Recipe
     run: Run
     values: dict[str, Any]  # of the fields of the Run
     options: StartOptions
@@ -119,11 +121,27 @@ def prepare_run(
     _refuse_unmeasured(keep, run, is_new=not options.resume)
     if not options.resume and not joins:
         refuse_used_store(store)
-    preparing = _Preparing(recipe.name, run, values, options, run_dir, store)
+    preparing = _Preparing(recipe, run, values, options, run_dir, store)
+
+    def prepared(plan: str | None) -> tuple[Facts, PreparedTraining]:
+        asked = msgspec.structs.replace(options, plan=plan)
+        return _prepare(preparing._replace(options=asked), keep, joins=joins)
+
+    facts, rank_main = with_fit_plan(run, options.plan, options.ranks, prepared)
+    if not joins:
+        save_run_statistics(run.data, run_dir)  # once nothing can be refused
+    return facts | found | {"run": fields}, rank_main
+
+
+def _prepare(
+    preparing: _Preparing, keep: RetentionPolicy, *, joins: bool
+) -> tuple[Facts, PreparedTraining]:
+    """Under the plan of the options."""
+    run, options, store = preparing.run, preparing.options, preparing.store
     plan, has_checkpoint = _plan_of(preparing)
-    forecast = None
+    found, forecast = Facts(), None
     if not options.spans and not joins and launched_world() is None:
-        forecast = foresee(recipe, run, plan)
+        forecast = foresee(preparing.recipe, run, plan)
         if not options.anyway:
             refuse_too_large(run, forecast)
 
@@ -137,10 +155,10 @@ def prepare_run(
     facts, rank_main = prepare_training(
         run,
         plan,
-        run_dir,
+        preparing.run_dir,
         keeping=CheckpointSettings(
             store,
-            origin_of(recipe.name, values, plan, run),
+            origin_of(preparing.recipe.name, preparing.values, plan, run),
             keep,
             is_asked=bool(preparing.who_asks),
             resumes=options.resume,
@@ -151,9 +169,7 @@ def prepare_run(
     )
     if forecast is not None:
         found["predicted"] = forecast.facts()
-    if not joins:
-        save_run_statistics(run.data, run_dir)  # once nothing can be refused
-    return facts | found | {"run": fields}, rank_main
+    return facts | found, rank_main
 
 
 def prepare_evaluation(
@@ -198,7 +214,7 @@ def _with_dense_tables(make: Callable[[], nn.Module]) -> nn.Module:
 
 def _recording(preparing: _Preparing, plan: Plan) -> Recording:
     options, settings = preparing.options, {**preparing.values, "plan": str(plan)}
-    tracked = TrackedRun(preparing.run_dir, preparing.recipe, settings)
+    tracked = TrackedRun(preparing.run_dir, preparing.recipe.name, settings)
     trackers = make_sinks(asked_trackers(options.track, options.tensorboard), tracked)
     if options.trace is None:
         return Recording(trackers)
@@ -218,14 +234,14 @@ def _plan_of(given: _Preparing) -> tuple[Plan, bool]:
     if found is not None:
         origin = found.origin
         if begun is None:
-            refuse_other_recipe(given.recipe, origin, given.store)
+            refuse_other_recipe(given.recipe.name, origin, given.store)
     else:
         assert begun is not None
         before = open_store(begun.get("checkpoints") or given.run_dir / CHECKPOINTS_DIR)
         refuse_left_behind(given.store, before)
         values = {name: field["value"] for name, field in begun["run"].items()}
         numbers = begun["num_pieces"], begun["num_samples"]
-        origin = Origin(given.recipe, values, begun["plan"], *numbers, {})
+        origin = Origin(given.recipe.name, values, begun["plan"], *numbers, {})
     refuse_changes(_comparable(given, origin), given.run, origin)
     return plan_to_resume(given.run, options.plan, options.ranks, origin), found is not None
 

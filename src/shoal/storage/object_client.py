@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
 
 from shoal.errors import UsageError, nearest, require
 from shoal.system.processes import PerProcess
@@ -90,12 +91,33 @@ def redact_url(url: str) -> str:
     return f"{address}?..." if mark and "://" in url else redact_password(url)
 
 
+def refuse_password(what: str, url: str) -> None:
+    """Of an address that others will read: in a record, a queue or the list of processes."""
+    places = re.findall(r"[^][,]+", url.removeprefix(MIRROR)) if url.startswith(MIRROR) else [url]
+    if any(_password_in(place) for place in places):
+        raise UsageError(
+            f"{what} {redact_password(url)} was given with a password, which others could read. "
+            "Leave it to where the client looks for it: its variables in the environment, or its "
+            "file."
+        )
+
+
+def _password_in(url: str) -> str:
+    """As it stands there; empty if there is none."""
+    shown, scheme = redact_password(url), url.partition("://")[0]
+    user = url[len(scheme) + 3 : len(url) - len(shown) + len(scheme) + 2]
+    return user.partition(":")[2]
+
+
 def _in_each(redact: Callable[[str], str], mirror: str) -> str:
     return MIRROR + re.sub(r"[^][,]+", lambda found: redact(found[0]), mirror.removeprefix(MIRROR))
 
 
-def _redact_urls(said: str) -> str:
-    """A message of a back end with all URLs in it redacted, and the queries of bare paths."""
+def _redact_urls(said: str, url: str) -> str:
+    """A message of a back end with all URLs in it redacted, the queries of bare paths, and what
+    stands before the host of its own URL, which it may take for a part of a name."""
+    if secret := _password_in(url):
+        said = said.replace(secret, "...").replace(unquote(secret), "...")
     said = re.sub(r"[a-z0-9+]+://[^\s'\"<>]+", lambda found: redact_url(found[0]), said)
     return re.sub(r"(/[^\s?'\"<>]*)\?[^\s'\"<>]+", r"\1?...", said)
 
@@ -190,7 +212,7 @@ class ObjectClient:
         try:
             self._request("write", path, act)
         except FileNotFoundError as error:
-            said = _redact_urls(str(error))
+            said = _redact_urls(str(error), self._url)
             raise StoreError(
                 errno.ENOENT, f"{self} cannot hold {path}: {said}. Create the bucket first."
             ) from error
@@ -221,7 +243,7 @@ class ObjectClient:
 
     def _failed(self, verb: str, path: str, error: Exception, tries: int) -> StoreError:
         target = redact_url(f"{self}/{path}") if path else str(self)
-        said = _redact_urls(str(error)) or type(error).__name__
+        said = _redact_urls(str(error), self._url) or type(error).__name__
         if tries:
             way_out = f"It was tried {tries} times. Check the address and the network."
         else:
@@ -316,6 +338,8 @@ def _check_back_end(url: str) -> None:
             f"{scheme}://... is a chain of URLs. Name the store itself, as s3://bucket/path."
         )
     if scheme in _EXTRAS:
+        if scheme not in _ONE_BY_ONE:
+            refuse_password("The address", url)
         require(*_EXTRAS[scheme])
     try:
         fsspec.get_filesystem_class(scheme)

@@ -4,17 +4,19 @@ Made once, in the process that forks the ranks, so a host holds the whole model 
 ranks it has, and a plan that does not suit the model is refused before any of them starts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.data.batches import Batches
 from shoal.errors import PlanError, RecipeError
+from shoal.logs import warn_on_screen
 from shoal.numerics.codecs import packs
 from shoal.numerics.compiled import compiled_in
 from shoal.numerics.optimizers import is_element_wise, unfit_for_rows
@@ -33,6 +35,8 @@ from shoal.training.callbacks import has_callbacks
 from shoal.training.diagnostics import NotedParameter, refuse_writes, written_in_forward
 from shoal.training.run import Run, call_model, make_batches
 
+T = TypeVar("T")
+
 # In torch's words: a gradient was asked for in a forward that is run without them.
 _OWN_GRADIENT = ("does not require grad and does not have a grad_fn", "_will_engine_execute_node")
 
@@ -41,6 +45,26 @@ class BuiltModel(NamedTuple):
     model: nn.Module
     seeds: PieceSeeds
     survey: Survey
+
+
+class _TablesOnRanks(PlanError):
+    """Several ranks would exchange sparse gradients."""
+
+
+def with_fit_plan(
+    run: Run, plan: str | None, ranks: int | None, use: Callable[[str | None], T]
+) -> T:
+    """`use` with the plan; with data=1 if it was open and the model has tables, which several
+    ranks cannot exchange."""
+    try:
+        return use(plan)
+    except _TablesOnRanks as error:
+        chosen = Plan.parse(run.plan if plan is None else plan)
+        if chosen.data is not None or ranks is not None:
+            raise
+        alone = str(msgspec.structs.replace(chosen, data=1))
+        warn_on_screen(f"The plan is {alone}, since more ranks do not work: {error}")
+        return use(alone)
 
 
 def build_model(run: Run, plan: Plan) -> BuiltModel:
@@ -248,7 +272,7 @@ def _refuse_tables(run: Run, plan: Plan, model: nn.Module) -> None:
         return
     name = next(iter(tables))
     if plan.num_ranks > 1 and plan.sync != "server":
-        raise PlanError(
+        raise _TablesOnRanks(
             f"{name} is a table, an embedding with sparse gradients, and {plan.num_ranks} ranks "
             "exchange dense ones. Add sync=server, and its rows are on parameter servers; or make "
             "the embedding with sparse=False; or train on one rank (data=1)."

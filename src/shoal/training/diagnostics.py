@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm.collectives import Group
 from shoal.comm.mesh import Mesh
 from shoal.data.batches import Batch, Batches
 from shoal.data.ledger import mark_samples
@@ -31,6 +32,7 @@ from shoal.sync.server.combining import combine_losses
 from shoal.sync.strategy import GlobalStep
 
 _NAMED = 20
+_ONLY_GRADIENT = "its loss is finite, its gradient is not"
 _MIXED = "mixed torch.Tensor and DTensor"  # in torch's words
 
 
@@ -55,15 +57,34 @@ def not_finite_error(
     bad = [piece for piece, value in enumerate(agreed.sums) if not math.isfinite(value)]
     if bad and step and not weights_are_finite(model):
         step, bad = step - 1, []
-    what = f"its loss is {agreed.loss}" if bad else "its loss is finite, its gradient is not"
-    known = bad and len(agreed.sums) == batches.num_pieces
-    pieces = bad if known else range(batches.num_pieces)
-    batch = batches.at(step)
+    what = f"its loss is {agreed.loss}" if bad else _ONLY_GRADIENT
+    is_known = len(agreed.sums) == batches.num_pieces
+    return _not_finite(batches, step, what, bad if is_known else (), ranks)
+
+
+def check_last_weights(batches: Batches, step: int, model: nn.Module, world: Group | None) -> None:
+    """Refuse weights that the last `step` has spoilt, since no loss comes after it that would tell.
+
+    Every rank of a `world` must call it, and each then names all that hold such weights. Without
+    one a rank speaks for itself. Cost: one number a rank.
+    """
+    is_bad = not weights_are_finite(model)
+    rows = [] if world is None else world.all_gather_numbers([is_bad])
+    ranks = tuple(rank for rank, (told,) in enumerate(rows) if told)
+    if is_bad or ranks:
+        raise _not_finite(batches, step, _ONLY_GRADIENT, (), ranks)
+
+
+def _not_finite(
+    batches: Batches, step: int, what: str, bad: Sequence[int], ranks: Sequence[int]
+) -> NotFinite:
+    """`bad` are the pieces to look at, empty if that may be any."""
+    pieces, batch = bad or range(batches.num_pieces), batches.at(step)
     ids = [int(i) for piece in pieces for i in batch.ids_of(piece)]
     named = ", ".join(map(str, ids[:_NAMED]))
     if len(ids) > _NAMED:
         named += f" and {len(ids) - _NAMED} more"
-    if ranks and known:
+    if ranks and bad:
         named += f" on rank {', '.join(map(str, ranks))}"
     return NotFinite(
         f"Step {step + 1} is not finite: {what}. It saw the samples {named}. Look at those "

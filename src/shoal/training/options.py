@@ -16,6 +16,7 @@ from shoal.errors import UsageError
 from shoal.events.tracing import parse_steps
 from shoal.events.trackers import parse_trackers
 from shoal.plans.plan import Plan
+from shoal.storage.object_client import refuse_password
 
 if TYPE_CHECKING:
     from shoal.training.run import Run
@@ -71,6 +72,8 @@ def check_start(options: StartOptions) -> None:
         RetentionPolicy.parse(options.keep)
     if (options.checkpoints or "").startswith("memory:"):
         raise UsageError("--checkpoints memory: is each rank's own, and gone with it.")
+    for name, value in (("--checkpoints", options.checkpoints), ("--from", options.begin_from)):
+        refuse_password(name, value or "")
     parse_trackers(options.track)
     if options.trace is not None:
         parse_steps(options.trace)
@@ -80,6 +83,12 @@ def check_start(options: StartOptions) -> None:
         for name, default in (("take", "weights"), ("partial", False)):
             if getattr(options, name) != default:
                 raise UsageError(f"--{name} has no effect without --from SOURCE.")
+
+
+def check_settings(settings: Mapping[str, str]) -> None:
+    """Refuse what would stand in run.json and in the lines of a run, for all who may read them."""
+    for name, value in settings.items():
+        refuse_password(f"--set {name}:", value)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,13 @@ from shoal.data.identity import content_name
 from shoal.data.orders import order_name, order_of
 from shoal.data.sources import recorded_name
 from shoal.errors import RecipeError, ShoalError, UsageError, nearest
-from shoal.storage.object_client import redact_password
-from shoal.training.options import SETTABLE
+from shoal.training.options import SETTABLE, check_settings
 from shoal.training.run import Run
 
 
 def load_recipe(given: str | Run | Callable[..., Any], settings: Mapping[str, str]) -> Run:
     """The Run of a recipe, called by its name or as a function, with what was set."""
-    _refuse_secrets(settings)
+    check_settings(settings)
     if isinstance(given, Run):
         _refuse_unknown(settings, SETTABLE, "a Run does not have it, or not from outside")
         return _with_fields(given, settings)
@@ -48,17 +47,6 @@ def load_recipe(given: str | Run | Callable[..., Any], settings: Mapping[str, st
             f"The recipe {spec} returned a {type(run).__name__}. A recipe returns a shoal.Run."
         )
     return _with_fields(run, {k: v for k, v in settings.items() if k not in own})
-
-
-def _refuse_secrets(settings: Mapping[str, str]) -> None:
-    """What is set stands in run.json and in the lines of a run, for all who may read them."""
-    for name, value in settings.items():
-        if ":" in value.partition("://")[2].partition("@")[0] and redact_password(value) != value:
-            raise UsageError(
-                f"--set {name}: {redact_password(value)} was given with a password, and a run "
-                "keeps what is set. Let the recipe read it from the environment, or from where the "
-                "client looks for it."
-            )
 
 
 def _refuse_unknown(settings: Mapping[str, str], known: Sequence[str], why: str) -> None:

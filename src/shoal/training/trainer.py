@@ -37,7 +37,7 @@ from shoal.training.callbacks import CallbackRunner, plain_hooks
 from shoal.training.checkpointing import Checkpointer, NoCheckpoints
 from shoal.training.compute import PieceRunner
 from shoal.training.controls import TrainerControl
-from shoal.training.diagnostics import not_finite_error, weights_are_finite
+from shoal.training.diagnostics import check_last_weights
 from shoal.training.evaluate import measure, swapped_weights
 from shoal.training.loop_state import LoopState
 from shoal.training.measured_plan import settle_plan
@@ -310,8 +310,6 @@ class Trainer:
             self.loop.keep(self)
         self.consistency.end(self.step, self.run.meets_after(self.step))
         faultpoint("step.committed", self.step)
-        if self.step == self.num_steps and not weights_are_finite(self.model):
-            raise not_finite_error(self.batches, self.step - 1, made.agreed, self.model)
         self.progress.stopped = made.asked.stop
         self.progress.pauses = made.asked.meet and self.mesh is made.asked_in
         self._unseen = self.progress.last_info = made.info
@@ -360,6 +358,9 @@ class Trainer:
 
     def _tell(self, info: StepInfo) -> StepInfo:
         """Let hooks and the supervisor know of a committed step."""
+        if info.step == self.num_steps:
+            world = self.mesh.world if self._is_fresh and self.strategy.in_lockstep else None
+            check_last_weights(self.batches, self.step - 1, self.model, world)
         if self.run.evaluates_after(info.step) and not self._num_heard:
             told = info._replace(evaluation=self.evaluate(self.run.evaluate))
             info = self._unseen = self.progress.last_info = told

@@ -188,7 +188,7 @@ class RunReader:
         num_ranks = sum(not seat.is_server for seat in history.seats.values()) or 1
         peak = self._outcome.get("peak_memory_bytes")
         return RunView(
-            name=sendable(self.path.resolve().name),
+            name=name_of(self.path),
             path=sendable(str(self.path)),
             state=state,
             reason=reason,
@@ -277,6 +277,12 @@ _EVENTS = msgspec.json.Decoder(dict[str, Any])
 def read_view(path: Path, *, is_over: bool = False) -> RunView:
     """What a run directory says, once."""
     return RunReader(path).look(is_over)
+
+
+def name_of(path: Path) -> str:
+    """A trial's directory is called by its number, which every study has."""
+    path = path.resolve()
+    return sendable("/".join(path.parts[-3 if path.parent.name == "trials" else -1 :]))
 
 
 def plan_keys(plan: str) -> dict[str, str]:

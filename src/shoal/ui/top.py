@@ -6,6 +6,7 @@ Ctrl-C. Without a terminal the screen is printed once.
 Read next: `run_reader.py`.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from shoal.ui.step_buckets import KINDS
 LOOK_S = 0.25
 BARS = " ▁▂▃▄▅▆▇█"
 COLOURS = {"compute": "cyan", "exchange": "yellow", "data": "blue", "waiting": "bright_black"}
+SIGNS = {"compute": "█", "exchange": "▓", "data": "▒", "waiting": "░"}  # where there is no colour
+DEAD, STEEP = "x", 10.0  # so many times the least is the largest of a loss that is drawn by its log
 STATES = {"running": "cyan", "done": "green", "failed": "red", "stopped": "yellow"}
 GRADES = {"bad": "red", "warn": "yellow", "good": "green", "info": "blue"}
 MOST_WORKERS, MOST_INCIDENTS = 24, 6
@@ -85,7 +88,11 @@ def _head(view: RunView) -> Text:
 
 def _loss(view: RunView, width: int) -> Text:
     values = view.curves.figures["loss"].mean if "loss" in view.curves.figures else []
-    return Text.assemble(("loss  ", "bold"), (sparkline(values, width - 6), "cyan"))
+    known, name = [value for value in values if value is not None], "loss  "
+    if known and 0 < STEEP * min(known) < max(known):
+        values = [None if value is None else math.log(value) for value in values]
+        name = "log loss  "
+    return Text.assemble((name, "bold"), (sparkline(values, width - len(name)), "cyan"))
 
 
 def _workers(view: RunView, width: int) -> Table:
@@ -96,7 +103,8 @@ def _workers(view: RunView, width: int) -> Table:
     for name, least in zip(names, widths, strict=True):
         table.add_column(name, no_wrap=True, min_width=least)
     strip_width = max(10, width - sum(widths) - 2 * len(names))
-    legend = Text.assemble(*[(f"{kind} ", COLOURS[kind]) for kind in KINDS], ("dead", "red"))
+    kinds = [(f"{SIGNS[kind]} {kind} ", COLOURS[kind]) for kind in KINDS]
+    legend = Text.assemble(*kinds, (f"{DEAD} dead", "red"))
     table.add_column(legend, no_wrap=True)
     workers = view.strips.workers
     for worker in workers[:MOST_WORKERS]:
@@ -110,7 +118,7 @@ def _workers(view: RunView, width: int) -> Table:
 
 
 def strip_text(worker: Strip, view: RunView, width: int) -> Text:
-    """A character a stretch of time: the colour of what took most of it, red while it was gone."""
+    """A character a stretch of time: the sign of what took most of it, or that it was gone."""
     begins, ends = view.strips.begin, view.strips.end
     first = view.began_at or (begins[0] if begins else 0.0)
     last = max(view.seen_at, ends[-1] if ends else 0.0)
@@ -121,11 +129,12 @@ def strip_text(worker: Strip, view: RunView, width: int) -> Text:
         while at < len(begins) and ends[at] <= begin:
             at += 1
         if any(gone < end and (back is None or back > begin) for gone, back in worker.gone):
-            made.append("█", style="red")
+            made.append(DEAD, style="red")
         elif at < len(begins) and begins[at] < end and worker.shares:
             most = max(KINDS, key=lambda kind: worker.shares[kind][at])
             is_idle = worker.shares[most][at] <= "0"
-            made.append("·" if is_idle else "█", style="bright_black" if is_idle else COLOURS[most])
+            sign, style = ("·", "bright_black") if is_idle else (SIGNS[most], COLOURS[most])
+            made.append(sign, style=style)
         else:
             made.append("·", style="bright_black")
     return made

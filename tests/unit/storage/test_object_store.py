@@ -224,6 +224,20 @@ def test_a_password_is_not_shown() -> None:
     assert str(ObjectStore("memory://me:secret@host/x")) == "memory://host/x"
 
 
+def test_a_back_end_that_takes_a_password_for_a_name_does_not_show_it(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Any, path: str, **_: Any) -> None:
+        raise ConnectionError(f"no bucket of the name me:hunter/2{path}")
+
+    monkeypatch.setattr(type(memory), "info", fail)
+    with pytest.raises(StoreError, match=r"no bucket of the name me:\.\.\.") as caught:
+        ObjectClient("memory://me:hunter%2F2@host/x", {}, HASTY).size("a")
+    assert "hunter" not in str(caught.value)
+    with pytest.raises(UsageError, match="The address s3://b/x was given with a password"):
+        ObjectClient("s3://key:hunter2@b/x", {}, HASTY)
+
+
 @pytest.mark.parametrize(
     "where, said",
     [

@@ -24,6 +24,13 @@ from tests.unit.ui.made_runs import (
 )
 
 
+def test_a_trial_is_called_by_its_study_too(tmp_path: Path) -> None:
+    """Studies number their trials alike, and a comparison may have trials of two."""
+    (tmp_path / "study" / "trials").mkdir(parents=True)
+    assert read_view(make_run(tmp_path / "study" / "trials" / "0003")).name == "study/trials/0003"
+    assert read_view(make_run(tmp_path / "run")).name == "run"
+
+
 def test_a_run_that_is_over(tmp_path: Path) -> None:
     view = read_view(make_run(tmp_path / "run", steps=50))
     assert (view.state, view.step, view.num_steps) == ("done", 50, 50)

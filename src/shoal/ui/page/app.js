@@ -44,7 +44,7 @@ function showList() {
   const chosen = new Set();
   const search = h("input", { type: "search", placeholder: "Filter", "aria-label": "Filter runs", oninput: () => draw() });
   const compare = h("button", { disabled: true, onclick: () => { location.hash = `#/compare?${[...chosen].map((id) => `run=${encodeURIComponent(id)}`).join("&")}`; } }, "Compare");
-  const rows = h("div", { class: "wide" });
+  const rows = h("div", { class: "wide lines" });
   const more = h("div");
   const about = h("p", { class: "quiet mono" });
   fill(main, h("div", { class: "head" }, h("h1", null, "Runs"), live), about,
@@ -76,17 +76,18 @@ function showList() {
 
 function studiesOf(listing) {
   if (!listing.studies.length) return null;
-  return h("section", { class: "card" }, h("h2", null, "Studies"), h("div", { class: "wide" }, table(["study", "recipe", "metric", "#finished", "#pruned", "#failed", "#best", "best trial"],
+  return h("section", { class: "card" }, h("h2", null, "Studies"), h("div", { class: "wide lines" }, table(["study", "metric", "#best", "best trial", "#finished", "#pruned", "#failed", "recipe"],
     listing.studies.map((study) => {
       const count = (state) => study.trials.filter((trial) => trial[1] === state).length;
       const best = study.best_trial === null ? "–" : h("a", { href: `#/run?id=${encodeURIComponent(`${study.id === "." ? "" : study.id + "/"}trials/${String(study.best_trial).padStart(4, "0")}`)}` }, `trial ${study.best_trial}`);
-      return [study.problem ? `${study.id}: ${study.problem}` : study.id, h("code", null, study.recipe), study.metric, number(study.finished), number(count("pruned")), number(count("failed")), number(study.best), best];
+      return [study.problem ? `${study.id}: ${study.problem}` : study.id, study.metric, number(study.best), best,
+        number(study.finished), number(count("pruned")), number(count("failed")), h("code", null, study.recipe)];
     }))));
 }
 
 function queueOf(listing) {
   if (!listing.queue.length) return null;
-  return h("section", { class: "card" }, h("h2", null, "Queue"), h("div", { class: "wide" }, table(["job", "state", "name", "run directory", "why"],
+  return h("section", { class: "card" }, h("h2", null, "Queue"), h("div", { class: "wide lines" }, table(["job", "state", "name", "run directory", "why"],
     listing.queue.map((job) => [job.job, job.state, job.name, h("code", null, job.run_dir), job.reason || "–"]))));
 }
 

@@ -47,9 +47,9 @@ export function bytes(amount) {
 
 export function seconds(amount) {
   if (amount === null || amount === undefined) return "–";
-  if (amount < 1) return `${Math.round(1000 * amount)} ms`;
+  if (amount < 1) return `${Number((1000 * amount).toPrecision(3))} ms`;
   if (amount < 90) return `${Number(amount.toPrecision(3))} s`;
-  if (amount < 5400) return `${Math.round(amount / 60)} min`;
+  if (amount < 5400) return `${Number((amount / 60).toPrecision(2))} min`;
   if (amount < 129600) return `${Number((amount / 3600).toPrecision(2))} h`;
   return `${Number((amount / 86400).toPrecision(2))} days`;
 }

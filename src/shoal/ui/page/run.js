@@ -173,13 +173,12 @@ function addHost(shown, host, view) {
 function incidentsOf(view) {
   const rows = [...view.incidents].reverse().map((one) => [
     h("span", { class: `grade ${one.grade}` }, { bad: "bad", warn: "warning", good: "good", info: "note" }[one.grade]),
-    one.step === null ? "–" : number(one.step, 9), clock(one.time),
     h("span", null, one.what, one.count > 1 ? ` (${one.count} times)` : ""), one.cause || "–",
-    one.lost_s === null ? "–" : seconds(one.lost_s)]);
+    one.lost_s === null ? "–" : seconds(one.lost_s), one.step === null ? "–" : number(one.step, 9), clock(one.time)]);
   const lost = view.incidents.reduce((sum, one) => sum + (one.lost_s || 0), 0);
   return h("section", { class: "card" }, h("h2", null, "Incidents"),
     rows.length ? h("p", { class: "quiet" }, `${view.num_incidents} in all${lost ? `, ${seconds(lost)} lost` : ""}.`) : null,
-    rows.length ? h("div", { class: "wide scroll words" }, table(["grade", "#step", "when", "what", "cause", "#time lost"], rows, "Incidents")) : h("p", { class: "quiet" }, "Nothing out of the ordinary happened."));
+    rows.length ? h("div", { class: "wide scroll words" }, table(["grade", "what", "cause", "#time lost", "#step", "when"], rows, "Incidents")) : h("p", { class: "quiet" }, "Nothing out of the ordinary happened."));
 }
 
 function checkpointsOf(view) {
@@ -217,7 +216,7 @@ function stalenessOf(view) {
 function predictedOf(view) {
   const known = view.predicted.filter(([, before]) => before !== null);
   if (!known.length) return null;
-  const [units, names] = [{ s: seconds, bytes }, { step_s: "time of a step", memory_bytes: "memory of a rank" }];
+  const [units, names] = [{ s: seconds, bytes }, { step_s: "time of a step", memory_bytes: "memory of a rank, with its part of what is shared" }];
   const rows = known.map(([name, before, after]) => {
     const shown = units[name.split("_").pop()] || number;
     return [names[name] || name, shown(before), shown(after), before && after ? `${number(after / before, 3)}x` : "–"];
