@@ -19,7 +19,7 @@ from shoal.cluster.engine import JobRequest, JobState
 from shoal.cluster.on_slurm import SlurmEngine
 from shoal.errors import UsageError
 from shoal.testing.engines import EngineConformance
-from tests.support.slurm import Slurm, start_slurm
+from tests.support.slurm import CORES, NODES, Slurm, start_slurm
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "faults" / "tiny.py"
@@ -248,6 +248,10 @@ def test_a_queued_job_is_stopped(engine: SlurmEngine, slurm: Slurm, tmp_path: Pa
 def test_what_slurm_refuses_is_said_and_nothing_is_left(slurm: Slurm, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^sbatch failed: .*nvalid partition"):
         SlurmEngine("partition=nope").submit(request(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+    there = f"Asked for: 9 nodes with 5 cores each; nodes there: {NODES} of {CORES} CPUs in main"
+    with pytest.raises(UsageError, match=there):
+        SlurmEngine().submit(request(tmp_path / "run", nodes=9, cores=5))
     assert not (tmp_path / "run").exists()
     number = slurm.run("sbatch", "--parsable", "--wrap", "true", "-o", "/dev/null").strip()
     with pytest.raises(UsageError, match="was not submitted by `shoal submit`"):

@@ -35,6 +35,7 @@ from shoal.cluster.slurm_batch import (
     parse_row,
 )
 from shoal.errors import UsageError
+from shoal.formatting import plural
 from shoal.storage.files import write_atomic
 
 ANSWER_S = 90.0  # for a command of Slurm; one that cannot reach slurmctld tries again meanwhile
@@ -73,7 +74,7 @@ class SlurmEngine:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
         hold = ["--hold"] if request.priority > 0 else []
         try:
-            answer = ask("sbatch", "--parsable", *hold, str(path))
+            answer = self._ask_for(request, *hold, str(path))
             number = answer.strip().partition(";")[0]
             if hold:
                 self._release(number, request.priority)
@@ -117,6 +118,19 @@ class SlurmEngine:
         found = self.state(job)
         path = Path(found.run_dir) / OUTPUT_FILE
         return follow_file(path, lambda: not (follow and self.state(job).is_active), STATE_S)
+
+    def _ask_for(self, request: JobRequest, *words: str) -> str:
+        """What sbatch answers; if it refuses, with what was asked and what is there."""
+        try:
+            return ask("sbatch", "--parsable", *words)
+        except UsageError as error:
+            with suppress(UsageError):
+                rows = ask("sinfo", "--noheader", "--format=%D of %c CPUs in %R").splitlines()
+                cores = plural(request.cores, "core") if request.cores else "all cores"
+                asked = f"{plural(request.num_hosts, 'node')} with {cores} each"
+                there = ", ".join(" ".join(row.split()) for row in rows)
+                raise UsageError(f"{error} Asked for: {asked}; nodes there: {there}.") from error
+            raise
 
     def _release(self, number: str, priority: int) -> None:
         """Let a job go that was held until it is known whether Slurm honours its priority."""
