@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from shoal.checkpoint.load import CheckpointReader
 from shoal.cluster.invitation import INVITATION, KEYS
 from shoal.faults import VARIABLE
+from shoal.storage.store import DirectoryStore
 from shoal.testing.ranks import Pool
 from tests.faults.conftest import RECIPE
 from tests.support.faults import Trained, Training, check_ledger, check_no_secret, secrets_of
@@ -98,6 +100,7 @@ def begin(pool: Pool, tmp_path: Path, first: Path, cable: list[Host]) -> Begin:
         disk: str = "",
         spec: str = "",
         site: Path | None = None,
+        faults: str = "",
         **settings: object,
     ) -> Training:
         hidden, others = first if hides else None, {"b": cable[1], "c": cable[2]}
@@ -122,7 +125,7 @@ def begin(pool: Pool, tmp_path: Path, first: Path, cable: list[Host]) -> Begin:
             cable[0].namespace,
             words,
             environment={
-                VARIABLE: "",
+                VARIABLE: faults,
                 "SHOAL_SSH": ssh,
                 "SHOAL_TRUST_NETWORK": "",
                 KEYS_NOTED: f"{run_dir}.keys",
@@ -240,6 +243,28 @@ def test_a_full_disk_on_one_host(begin: Begin, undisturbed_under) -> None:
     assert (
         (logs / "rank-001.log").stat().st_size < 256 << 10 < (logs / "rank-000.log").stat().st_size
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [1, 3], ids=["first host", "second host"])
+def test_a_host_without_room_for_its_part_of_a_checkpoint(
+    begin: Begin, tmp_path: Path, undisturbed_under, rank: int
+) -> None:
+    """Training goes on, what is half-written goes, and the next checkpoint is whole."""
+    place = tmp_path / "shared"
+    armed = f"checkpoint.after_chunk:full:member={rank}"
+    options = ("--checkpoints", str(place), "--keep", "last=9")
+    trained = begin("data=4 zero=2", *options, faults=armed, save_every=20).wait()
+    check_alike(trained, undisturbed_under("data=4 zero=2"))
+    check_ledger(trained, NUM_STEPS)
+    failed = [event for event in trained.events("save-failed") if not event["echo"]]
+    assert [event["step"] for event in failed] == [20]
+    assert "No space left on device" in failed[0]["why"] and f"rank {rank} on" in failed[0]["why"]
+    store = DirectoryStore(place)
+    assert [name[-2:] for name in store.names()] == ["40", "60"]
+    for name in store.names():
+        CheckpointReader(store, name).verify()
+    assert {path.name for path in place.iterdir()} == {*store.names()}
 
 
 def test_gradients_in_clear_text_are_refused_before_anything_starts(begin: Begin) -> None:

@@ -89,10 +89,17 @@ def check_fenced(trained: Trained, host: Host) -> None:
     assert later and lost not in {event["host"] for event in later}
 
 
+@pytest.mark.parametrize(
+    ("plan", "changes"),
+    [
+        ("data=3", ["data 3 -> 2", "data 2 -> 3"]),
+        ("data=6 sync=server servers=3 copies=2", ["data 6 -> 4", "data 4 -> 6"]),
+    ],
+)
 def test_a_host_that_is_unplugged_and_comes_back(
-    begin: Begin, cable: list[Host], undisturbed_under
+    begin: Begin, cable: list[Host], undisturbed_under, plan: str, changes: list[str]
 ) -> None:
-    training = begin("data=3", pause=0.3)
+    training = begin(plan, pause=0.3, slots=2 if "server" in plan else 1)
     training.wait_for_step(5)
     pids = pids_on(training, cable[2])
     cable[2].unplug()
@@ -101,10 +108,9 @@ def test_a_host_that_is_unplugged_and_comes_back(
     cable[2].plug()
     wait_for(training, "resized", 2)
     trained = training.wait(100.0)
-    check_over_hosts(trained, undisturbed_under("data=3", "judged"), NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under(plan, "judged"), NUM_STEPS)
     check_fenced(trained, cable[2])
-    changes = [event["change"] for event in trained.events("resized")]
-    assert changes == ["data 3 -> 2", "data 2 -> 3"]
+    assert [event["change"] for event in trained.events("resized")] == changes
     assert trained.result["steps_again"] == 0
     assert trained.events("host-added")[0]["host"] == 3
 
