@@ -351,7 +351,7 @@ def made(pause: float = 0.0):
     [
         (("# none", ""), ""),
         (("pause: float = 0.0", "pause: float = 0.00"), "recipe_source is "),
-        (("torch.arange(480.0)", "torch.arange(480.0) + 1"), "data_content is "),
+        (("torch.arange(480.0)", "torch.arange(1.0, 481.0)"), "data_content is "),
     ],
     ids=["the same", "recipe", "data"],
 )

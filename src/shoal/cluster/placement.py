@@ -112,4 +112,5 @@ def clear_text(plan: Plan) -> str:
         return "activations and gradients"
     if plan.zero:
         return "gradients and parameters"
-    return "" if plan.sync == "server" and plan.num_ranks_apart == 1 else "gradients"
+    is_of_single_ranks = plan.replicas in (None, plan.data)  # of which data=auto has any number
+    return "" if plan.sync == "server" and is_of_single_ranks else "gradients"
