@@ -250,7 +250,7 @@ def test_what_slurm_refuses_is_said_and_nothing_is_left(slurm: Slurm, tmp_path: 
     with pytest.raises(UsageError, match=r"^sbatch failed: .*nvalid partition"):
         SlurmEngine("partition=nope").submit(request(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
-    there = f"Asked for: 2 nodes with 50 cores each; nodes there: {NODES} of {CORES} CPUs in main"
+    there = f"Asked for: nodes 2, cores of each 50. Nodes there: {NODES} of {CORES} CPUs in main"
     with pytest.raises(UsageError, match=there):
         SlurmEngine().submit(request(tmp_path / "run", nodes=2, cores=50))
     assert not (tmp_path / "run").exists()

@@ -35,7 +35,6 @@ from shoal.cluster.slurm_batch import (
     parse_row,
 )
 from shoal.errors import UsageError
-from shoal.formatting import plural
 from shoal.storage.files import write_atomic
 
 ANSWER_S = 90.0  # for a command of Slurm; one that cannot reach slurmctld tries again meanwhile
@@ -124,13 +123,9 @@ class SlurmEngine:
         try:
             return ask("sbatch", "--parsable", *words)
         except UsageError as error:
-            with suppress(UsageError):
-                rows = ask("sinfo", "--noheader", "--format=%D of %c CPUs in %R").splitlines()
-                cores = plural(request.cores, "core") if request.cores else "all cores"
-                asked = f"{plural(request.num_hosts, 'node')} with {cores} each"
-                there = ", ".join(" ".join(row.split()) for row in rows)
-                raise UsageError(f"{error} Asked for: {asked}; nodes there: {there}.") from error
-            raise
+            there = ", ".join(ask("sinfo", "-h", "--format=%D of %c CPUs in %R").splitlines())
+            asked = f"nodes {request.num_hosts}, cores of each {request.cores or 'all'}"
+            raise UsageError(f"{error} Asked for: {asked}. Nodes there: {there}.") from error
 
     def _release(self, number: str, priority: int) -> None:
         """Let a job go that was held until it is known whether Slurm honours its priority."""

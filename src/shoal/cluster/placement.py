@@ -112,5 +112,4 @@ def clear_text(plan: Plan) -> str:
         return "activations and gradients"
     if plan.zero:
         return "gradients and parameters"
-    is_of_single_ranks = plan.replicas in (None, plan.data)  # of which data=auto has any number
-    return "" if plan.sync == "server" and is_of_single_ranks else "gradients"
+    return "" if plan.sync == "server" and plan.replicas in (None, plan.data) else "gradients"
