@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.faults import VARIABLE
 from shoal.testing.ranks import Pool
 from tests.faults.conftest import RECIPE
-from tests.support.faults import Training, check_ledger, check_same
-from tests.support.hosts import Host, NoNamespaces, run_in, several_hosts, write_ssh
+from tests.support.faults import Training, check_ledger, check_over_hosts, start_on_hosts
+from tests.support.hosts import Host, NoNamespaces, several_hosts
 
 pytestmark = pytest.mark.timeout(240)  # each also trains what it compares with
 NUM_STEPS = 60
@@ -34,22 +33,15 @@ def cable() -> Iterator[list[Host]]:
 @pytest.fixture
 def begin(pool: Pool, tmp_path: Path, cable: list[Host]) -> Begin:
     def start(plan: str, recipe: str = "judged", **settings: object) -> Training:
-        ssh, run_dir = write_ssh(tmp_path / "ssh", {"b": cable[1]}), tmp_path / "run"
-        words = ["train", f"{RECIPE}:{recipe}", "--plan", plan, "--run-dir", str(run_dir), "--json"]
-        words += ["--on", "hosts:localhost,b", "--listen", cable[0].address, "--trust-network"]
-        words += ["--slots", "2", "--heartbeat-timeout", "2"]
-        for name, value in settings.items():
-            words += ["--set", f"{name}={value}"]
-        command = pool.start(
-            run_in,
-            cable[0].namespace,
-            words,
-            environment={VARIABLE: "", "SHOAL_SSH": ssh},
-            output=tmp_path / "run.out",
-            errors=tmp_path / "run.err",
-            directory=tmp_path,
+        return start_on_hosts(
+            pool,
+            f"{RECIPE}:{recipe}",
+            tmp_path / "run",
+            cable,
+            plan=plan,
+            settings=settings,
+            slots=2,
         )
-        return Training(command, run_dir)
 
     return start
 
@@ -71,9 +63,9 @@ def test_a_rank_is_lost(begin: Begin, undisturbed_under, plan: str, number: int)
     trained = training.wait(100.0)
     if "ring" in plan:
         assert trained.exit_code == 0, trained.errors
+        check_ledger(trained, NUM_STEPS)
     else:
-        check_same(trained, undisturbed_under(plan, "judged"))
-    check_ledger(trained, NUM_STEPS)
+        check_over_hosts(trained, undisturbed_under(plan, "judged"), NUM_STEPS)
     assert trained.result["recoveries"] >= 1
     hosts = {event["rank"]: event["host"] for event in trained.events("seat")}
     assert hosts == {0: 0, 1: 0, 2: 1, 3: 1}
@@ -86,8 +78,7 @@ def test_a_host_is_cut_off(begin: Begin, cable: list[Host], undisturbed_under) -
     training.wait_for_step(10)
     cable[1].unplug()
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=4", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under("data=4", "judged"), NUM_STEPS)
     assert [event["change"] for event in trained.events("resized")] == ["data 4 -> 2"]
 
 
@@ -98,6 +89,5 @@ def test_connections_are_reset(begin: Begin, cable: list[Host], undisturbed_unde
         training.wait_for_step(step)
         assert cable[1].reset_connections()
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=4", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under("data=4", "judged"), NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("exited")

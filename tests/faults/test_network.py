@@ -16,7 +16,7 @@ import pytest
 
 from shoal.testing.ranks import Pool
 from tests.faults.conftest import RECIPE
-from tests.support.faults import Trained, Training, check_ledger, check_same, start_on_hosts
+from tests.support.faults import Trained, Training, check_over_hosts, start_on_hosts
 from tests.support.hosts import Host, NoNamespaces
 from tests.support.network import (
     Network,
@@ -71,8 +71,7 @@ def begin(pool: Pool, tmp_path: Path, hosts: list[Host]) -> Begin:
 
 
 def check(trained: Trained, undisturbed: Trained) -> None:
-    check_same(trained, undisturbed)
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed, NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("resized")
 
 

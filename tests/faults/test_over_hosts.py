@@ -12,12 +12,25 @@ from pathlib import Path
 
 import pytest
 
+from shoal.checkpoint.load import CheckpointReader
 from shoal.cluster.invitation import INVITATION, KEYS
 from shoal.faults import VARIABLE
+from shoal.storage.store import DirectoryStore
 from shoal.testing.ranks import Pool
 from tests.faults.conftest import RECIPE
-from tests.support.faults import Trained, Training, check_ledger
-from tests.support.hosts import Host, NoNamespaces, run_in, several_hosts, throttle, write_ssh
+from tests.support.faults import Trained, Training, check_ledger, check_no_secret, secrets_of
+from tests.support.hosts import (
+    KEYS_NOTED,
+    Host,
+    NoNamespaces,
+    before_others,
+    overheard,
+    run_in,
+    several_hosts,
+    throttle,
+    write_ssh,
+)
+from tests.support.leaks import descendants
 
 NUM_STEPS = 60
 Begin = Callable[..., Training]
@@ -85,6 +98,9 @@ def begin(pool: Pool, tmp_path: Path, first: Path, cable: list[Host]) -> Begin:
         include: tuple[str, ...] = ("notes",),
         recipe: str = "mlp",
         disk: str = "",
+        spec: str = "",
+        site: Path | None = None,
+        faults: str = "",
         **settings: object,
     ) -> Training:
         hidden, others = first if hides else None, {"b": cable[1], "c": cable[2]}
@@ -96,7 +112,7 @@ def begin(pool: Pool, tmp_path: Path, first: Path, cable: list[Host]) -> Begin:
             disk=(tmp_path / "disk", disk) if disk else None,
         )
         run_dir = first / f"run-{sum(1 for _ in first.glob('run-*.out'))}"
-        words = ["train", f"recipe.py:{recipe}", "--run-dir", str(run_dir), "--json"]
+        words = ["train", spec or f"recipe.py:{recipe}", "--run-dir", str(run_dir), "--json"]
         words += ["--on", f"hosts:{on}", "--listen", cable[0].address, "--slots", "4", *options]
         words += [word for path in include for word in ("--include", path)]
         words += ["--plan", plan] if plan is not None else []
@@ -108,7 +124,13 @@ def begin(pool: Pool, tmp_path: Path, first: Path, cable: list[Host]) -> Begin:
             run_in,
             cable[0].namespace,
             words,
-            environment={VARIABLE: "", "SHOAL_SSH": ssh, "SHOAL_TRUST_NETWORK": ""},
+            environment={
+                VARIABLE: faults,
+                "SHOAL_SSH": ssh,
+                "SHOAL_TRUST_NETWORK": "",
+                KEYS_NOTED: f"{run_dir}.keys",
+                **({"PYTHONPATH": before_others(site)} if site else {}),
+            },
             output=Path(f"{run_dir}.out"),
             errors=Path(f"{run_dir}.err"),
             directory=first,
@@ -223,6 +245,28 @@ def test_a_full_disk_on_one_host(begin: Begin, undisturbed_under) -> None:
     )
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [1, 3], ids=["first host", "second host"])
+def test_a_host_without_room_for_its_part_of_a_checkpoint(
+    begin: Begin, tmp_path: Path, undisturbed_under, rank: int
+) -> None:
+    """Training goes on, what is half-written goes, and the next checkpoint is whole."""
+    place = tmp_path / "shared"
+    armed = f"checkpoint.after_chunk:full:member={rank}"
+    options = ("--checkpoints", str(place), "--keep", "last=9")
+    trained = begin("data=4 zero=2", *options, faults=armed, save_every=20).wait()
+    check_alike(trained, undisturbed_under("data=4 zero=2"))
+    check_ledger(trained, NUM_STEPS)
+    failed = [event for event in trained.events("save-failed") if not event["echo"]]
+    assert [event["step"] for event in failed] == [20]
+    assert "No space left on device" in failed[0]["why"] and f"rank {rank} on" in failed[0]["why"]
+    store = DirectoryStore(place)
+    assert [name[-2:] for name in store.names()] == ["40", "60"]
+    for name in store.names():
+        CheckpointReader(store, name).verify()
+    assert {path.name for path in place.iterdir()} == {*store.names()}
+
+
 def test_gradients_in_clear_text_are_refused_before_anything_starts(begin: Begin) -> None:
     trained = begin("data=4", trusts=False).wait()
     assert trained.exit_code == 2
@@ -235,24 +279,12 @@ def test_gradients_in_clear_text_are_refused_before_anything_starts(begin: Begin
 def test_what_is_wrong_with_a_host_is_said_in_a_sentence(
     begin: Begin, tmp_path: Path, first: Path
 ) -> None:
-    other = tmp_path / "other"
-    other.write_text(
-        """#!/bin/sh
-exec python3 -c 'import sys, shoal; shoal.__version__ = "9.9"
-from shoal.cli.main import run_here
-sys.exit(run_here(["agent"]))'
-""".replace("python3", sys.executable)
-    )
-    other.chmod(0o755)
-    killed = tmp_path / "killed"
-    killed.write_text("#!/bin/sh\nkill -9 $$\n")
-    killed.chmod(0o755)
+    killed = write_program(tmp_path / "killed", "kill -9 $$")
     (first / "large").write_bytes(bytes(65 << 20))
     for given, words in [
         ({"on": "localhost,nowhere"}, "nowhere: ssh cannot connect: ssh: Could not resolve"),
         ({"python": "/usr/bin/nopython"}, "b: there is no /usr/bin/nopython"),
-        ({"python": str(other)}, "and this host has 9.9. Install one version on all hosts"),
-        ({"python": str(killed)}, "b: the agent was killed by SIGKILL"),
+        ({"python": killed}, "b: the agent was killed by SIGKILL"),
         ({"include": ("absent",)}, "--include absent: there is no such file or directory"),
         ({"include": ("large",)}, "have more than 64 MB"),
     ]:
@@ -262,6 +294,111 @@ sys.exit(run_here(["agent"]))'
     trained = begin("data=4", include=()).wait()
     assert trained.exit_code == 2, trained.errors
     assert "host 1 (" in trained.last_words and "notes/seed.txt" in trained.last_words
+
+
+def write_program(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def agent_after(path: Path, lines: str) -> str:
+    """A Python that executes these lines before it serves as the agent."""
+    start = (
+        f"{lines}\nimport sys\nfrom shoal.cli.main import run_here\nsys.exit(run_here(['agent']))"
+    )
+    return write_program(path, f'exec {sys.executable} -P -c "{start}"')
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("import shoal; shoal.__version__ = '9.9'", "and this host has 9.9. Install one version"),
+        (
+            "import importlib.metadata as m; own = m.version\n"
+            "m.version = lambda name: '9.9' if name == 'torch' else own(name)",
+            "on the first host and 9.9 on this one. All hosts of a run need",
+        ),
+        (
+            "import platform; platform.python_version = lambda: '3.99.1'",
+            "on the first host and 3.99.1 on this one. All hosts of a run need",
+        ),
+    ],
+    ids=["shoal", "torch", "python"],
+)
+def test_another_version_on_one_host_is_named(
+    begin: Begin, tmp_path: Path, lines: str, words: str
+) -> None:
+    trained = begin("data=4", python=agent_after(tmp_path / "other", lines)).wait()
+    assert trained.exit_code == 2 and words in trained.errors, trained.errors
+    assert not trained.run_dir.exists()
+
+
+INSTALLED = """
+import dataclasses, torch, tiny
+from shoal.data import tensors
+
+def made(pause: float = 0.0):
+    inputs = torch.arange(480.0).reshape(120, 4)
+    return dataclasses.replace(tiny.run_of(pause), data=tensors(inputs, inputs[:, :1]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("# none", ""), ""),
+        (("pause: float = 0.0", "pause: float = 0.00"), "recipe_source is "),
+        (("torch.arange(480.0)", "torch.arange(1.0, 481.0)"), "data_content is "),
+    ],
+    ids=["the same", "recipe", "data"],
+)
+def test_another_recipe_or_other_data_on_one_host_is_named(
+    begin: Begin, tmp_path: Path, change: tuple[str, str], words: str
+) -> None:
+    """That of a package which each host has installed: nothing of it travels."""
+    for name, text in [("a", INSTALLED), ("b", INSTALLED.replace(*change))]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "installed.py").write_text(text)
+        shutil.copy(RECIPE, tmp_path / name / "tiny.py")
+        (tmp_path / name / "sitecustomize.py").write_text(
+            f"import sys\nsys.path.insert(0, {str(tmp_path / name)!r})\n"
+        )
+    lines = f"import sys; sys.path.insert(0, {str(tmp_path / 'b')!r})"
+    trained = begin(
+        "data=2",
+        "--slots",
+        "1",
+        python=agent_after(tmp_path / "other", lines),
+        spec="installed:made",
+        site=tmp_path / "a",
+    ).wait()
+    if not words:
+        assert trained.exit_code == 0, trained.errors
+        return
+    assert trained.exit_code == 2 and f"): {words}" in trained.errors, trained.errors
+    assert "on the first host and" in trained.errors and not trained.run_dir.exists()
+
+
+@pytest.mark.full
+def test_keys_are_nowhere_to_be_found(begin: Begin, cable: list[Host], pool: Pool) -> None:
+    """Neither on a command line, nor in an environment, a file, or what crosses the cable."""
+    with overheard(cable[1]) as heard:
+        training = begin("data=4 sync=server servers=2", trusts=False, pause=0.05)
+        training.wait_for_step(5)
+        secrets = secrets_of(training.run_dir)
+        members = [pid for pid in descendants() if pid not in pool.pids()]
+        assert len(members) > 7
+        for pid in members:
+            for name in ("cmdline", "environ"):
+                content = Path(f"/proc/{pid}/{name}").read_bytes()
+                assert not any(secret in content for secret in secrets), (pid, name)
+        trained = training.wait()
+    assert trained.exit_code == 0, trained.errors
+    check_no_secret(trained.run_dir)
+    assert len(heard) > 100_000 and not any(secret in heard for secret in secrets)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,12 @@ from tests.faults.conftest import RECIPE
 from tests.support.faults import (
     Trained,
     Training,
-    check_ledger,
-    check_same,
+    check_over_hosts,
     pids_on,
     start_on_hosts,
     wait_for,
 )
-from tests.support.hosts import Host, NoNamespaces, several_hosts
+from tests.support.hosts import Host, NoNamespaces, before_others, several_hosts
 from tests.support.leaks import is_alive, wait_until
 
 NUM_STEPS = 60
@@ -90,10 +89,17 @@ def check_fenced(trained: Trained, host: Host) -> None:
     assert later and lost not in {event["host"] for event in later}
 
 
+@pytest.mark.parametrize(
+    ("plan", "changes"),
+    [
+        ("data=3", ["data 3 -> 2", "data 2 -> 3"]),
+        ("data=6 sync=server servers=3 copies=2", ["data 6 -> 4", "data 4 -> 6"]),
+    ],
+)
 def test_a_host_that_is_unplugged_and_comes_back(
-    begin: Begin, cable: list[Host], undisturbed_under
+    begin: Begin, cable: list[Host], undisturbed_under, plan: str, changes: list[str]
 ) -> None:
-    training = begin("data=3", pause=0.3)
+    training = begin(plan, pause=0.3, slots=2 if "server" in plan else 1)
     training.wait_for_step(5)
     pids = pids_on(training, cable[2])
     cable[2].unplug()
@@ -102,11 +108,9 @@ def test_a_host_that_is_unplugged_and_comes_back(
     cable[2].plug()
     wait_for(training, "resized", 2)
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=3", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under(plan, "judged"), NUM_STEPS)
     check_fenced(trained, cable[2])
-    changes = [event["change"] for event in trained.events("resized")]
-    assert changes == ["data 3 -> 2", "data 2 -> 3"]
+    assert [event["change"] for event in trained.events("resized")] == changes
     assert trained.result["steps_again"] == 0
     assert trained.events("host-added")[0]["host"] == 3
 
@@ -124,8 +128,7 @@ def test_a_link_that_is_cut_one_way(
     assert wait_until(lambda: not any(map(is_alive, pids)), 20.0), "it did not end its members"
     source.speak_to(target)
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=3", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under("data=3", "judged"), NUM_STEPS)
     check_fenced(trained, cable[2])
 
 
@@ -141,8 +144,7 @@ def test_a_host_that_is_killed(
     cable[2].signal(signal.SIGKILL)
     trained = training.wait(100.0)
     remove_left_behind()
-    check_same(trained, undisturbed_under(plan, "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under(plan, "judged"), NUM_STEPS)
     check_fenced(trained, cable[2])
 
 
@@ -158,8 +160,7 @@ def test_connections_of_which_one_end_is_gone(
     cable[2].plug()
     trained = training.wait(100.0)
     remove_left_behind()
-    check_same(trained, undisturbed_under("data=3", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under("data=3", "judged"), NUM_STEPS)
     check_fenced(trained, cable[2])
 
 
@@ -175,8 +176,7 @@ def test_two_groups_of_which_one_goes_on(
     assert wait_until(lambda: not any(map(is_alive, pids)), 20.0), "they did not end their members"
     cable[0].plug()
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=3", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under("data=3", "judged"), NUM_STEPS)
     for host in cable[1:]:
         check_fenced(trained, host)
     assert trained.events("resized")[0]["change"] == "data 3 -> 1"
@@ -192,8 +192,7 @@ def test_two_hosts_that_lose_each_other_alone(
     time.sleep(8.0)
     cable[1].speak_to(cable[2])
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=3", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under("data=3", "judged"), NUM_STEPS)
 
 
 def test_a_link_that_is_slow(begin: Begin, cable: list[Host], undisturbed_under) -> None:
@@ -201,8 +200,9 @@ def test_a_link_that_is_slow(begin: Begin, cable: list[Host], undisturbed_under)
     training.wait_for_step(8)
     cable[2].narrow("400kbit")
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=3 sync=server servers=2 copies=2", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(
+        trained, undisturbed_under("data=3 sync=server servers=2 copies=2", "judged"), NUM_STEPS
+    )
     assert not trained.events("host-lost") and not trained.events("exited")
 
 
@@ -217,7 +217,7 @@ def test_a_host_that_is_slow_is_not_lost(
         cable[1].plug()
         time.sleep(1.0)
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=3", "judged"))
+    check_over_hosts(trained, undisturbed_under("data=3", "judged"), NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("resized")
 
 
@@ -230,8 +230,7 @@ def test_processes_that_all_stand_still(begin: Begin, cable: list[Host], undistu
             host.signal(number)
         time.sleep(5.0 * (number == signal.SIGSTOP))
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=3", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under("data=3", "judged"), NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("exited")
 
 
@@ -242,10 +241,9 @@ def test_a_wall_clock_that_no_one_should_trust(
 ) -> None:
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(WALL_CLOCKS[how])
-    training = begin(plan, slots=2, environment={"PYTHONPATH": str(tmp_path / "clock")})
+    training = begin(plan, slots=2, environment={"PYTHONPATH": before_others(tmp_path / "clock")})
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under(plan, "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under(plan, "judged"), NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("exited")
 
 
@@ -262,8 +260,7 @@ def test_connections_that_are_reset(
         training.wait_for_step(step)
         assert cable[2].reset_connections()
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under(plan, "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under(plan, "judged"), NUM_STEPS)
     assert not trained.events("host-lost")
     if "zero" not in plan:
         assert not trained.events("exited")
@@ -277,6 +274,5 @@ def test_clocks_that_differ(begin: Begin, cable: list[Host], undisturbed_under) 
     time.sleep(1.0)
     cable[1].plug()
     trained = training.wait(100.0)
-    check_same(trained, undisturbed_under("data=3", "judged"))
-    check_ledger(trained, NUM_STEPS)
+    check_over_hosts(trained, undisturbed_under("data=3", "judged"), NUM_STEPS)
     assert not trained.events("host-lost") and not trained.events("resized")

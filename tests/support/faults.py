@@ -22,15 +22,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from shoal.checkpoint.load import CheckpointReader
+from shoal.comm.wire import Keys
 from shoal.elastic.control import send_request
 from shoal.events.metrics_writer import last_recorded_step
 from shoal.faults import VARIABLE
 from shoal.storage.object_store import open_store
+from shoal.storage.store import DirectoryStore
 from shoal.testing.ranks import LIMIT_S, Command, Pool
 from shoal.training.lineage import audit_run, read_record
 from shoal.training.recipe import load_recipe
 from shoal.training.resume import newest
-from tests.support.hosts import Host, run_in, write_ssh
+from tests.support.hosts import KEYS_NOTED, Host, run_in, write_ssh
 from tests.support.leaks import descendants, is_alive, wait_until
 
 
@@ -186,7 +189,11 @@ def start_on_hosts(
         settings=settings,
         options=words,
         namespace=hosts[0].namespace,
-        environment={"SHOAL_SSH": ssh, **(environment or {})},
+        environment={
+            "SHOAL_SSH": ssh,
+            KEYS_NOTED: str(_beside(run_dir, ".keys")),
+            **(environment or {}),
+        },
     )
 
 
@@ -224,6 +231,49 @@ def check_ledger(trained: Trained, num_steps: int, most_unmarked: int = 0) -> No
     assert found.num_marked + found.num_unmarked == num_steps
     assert found.num_unmarked <= most_unmarked, f"{found.num_unmarked} steps have no mark"
     assert found.most_often - found.least_often <= 1, "samples were not trained on equally often"
+
+
+def check_over_hosts(trained: Trained, undisturbed: Trained, num_steps: int) -> None:
+    """All that FAULTS asks of a run over hosts that ended well: the bits, the ledger, a cause for
+    each host that was lost, good checkpoints, and no secret in what it wrote or printed."""
+    check_same(trained, undisturbed)
+    check_ledger(trained, num_steps)
+    check_told(trained)
+    check_checkpoints(trained.run_dir)
+    check_no_secret(trained.run_dir)
+
+
+def check_told(trained: Trained) -> None:
+    """One line for each host that was lost: which, after which step, how, and what was done."""
+    assert "Traceback" not in trained.errors
+    lines = trained.errors.splitlines()
+    for event in trained.events("host-lost"):
+        words = f"{event['how']}, after step {event['step']}: {event['then']}"
+        assert f"host {event['host']} (" in words and event["then"], words
+        assert sum(words in line for line in lines) == 1, (words, trained.errors)
+
+
+def check_checkpoints(run_dir: Path) -> None:
+    """Each one verifies, among them the newest; nothing half-written is beside them."""
+    store = DirectoryStore(run_dir / "checkpoints")
+    assert store.names(), "there is no checkpoint"
+    for name in store.names():
+        CheckpointReader(store, name).verify()
+    assert {*os.listdir(store.path)} == {*store.names()}, "something half-written remained"
+
+
+def check_no_secret(run_dir: Path) -> None:
+    """Neither in the files of a run that `start_on_hosts` began nor in what it printed."""
+    for file in [*run_dir.rglob("*"), _beside(run_dir, ".err"), _beside(run_dir, ".out")]:
+        if file.is_file():
+            content = file.read_bytes()
+            assert not any(secret in content for secret in secrets_of(run_dir)), file
+
+
+def secrets_of(run_dir: Path) -> list[bytes]:
+    """The secret halves of the keys of such a run."""
+    keys = msgspec.json.decode(_beside(run_dir, ".keys").read_bytes(), type=Keys)
+    return [keys.server_secret.encode(), keys.client_secret.encode()]
 
 
 def check_left_out(

@@ -18,9 +18,11 @@ from typing import NamedTuple
 import msgspec
 
 from shoal.cli.main import run_here
-from shoal.cluster import host_agent
+from shoal.cluster import host_agent, hosts
+from shoal.comm.wire import Keys, new_keys
 from shoal.testing.ranks import Command, Pool
 
+KEYS_NOTED = "SHOAL_TEST_KEYS"  # the file in which a test finds the keys of the run
 PATIENCE_S = 3.0  # with which a host waits for the run's first answer
 _NET = 0x40000000  # CLONE_NEWNET
 _ALL = 0x0003  # ETH_P_ALL
@@ -195,6 +197,11 @@ def overheard(host: Host) -> Iterator[bytearray]:
         thread.join()
 
 
+def before_others(directory: Path) -> str:
+    """PYTHONPATH with this directory before what it has."""
+    return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+
+
 def run_in(namespace: str, words: list[str]) -> int:
     """Run a command of Shoal on a host, or here; the process that calls this stays there."""
     if namespace:
@@ -203,7 +210,16 @@ def run_in(namespace: str, words: list[str]) -> int:
         if (site := Path(directory, "sitecustomize.py")).is_file():  # as a fresh Python would
             runpy.run_path(str(site))
     host_agent.ANSWER_S = PATIENCE_S
+    if path := os.environ.get(KEYS_NOTED):
+        hosts.new_keys = lambda: _noted_keys(Path(path))  # type: ignore[attr-defined]
     return run_here(words)
+
+
+def _noted_keys(path: Path) -> Keys:
+    """New keys, which the test may look for where they must not be."""
+    made = new_keys()
+    path.write_bytes(msgspec.json.encode(made))
+    return made
 
 
 class Joining(NamedTuple):

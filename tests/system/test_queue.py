@@ -160,6 +160,8 @@ def test_a_job_from_its_submission_to_its_end(queue: Queue) -> None:
     assert [member["rank"] for member in status["members"]] == [0]
     assert status["checkpoint"] == "step-00000003"
     assert "done: 3 steps" in queue.shoal_here("logs", job).output
+    resize = queue.shoal_here("resize", job, "data=1")
+    assert resize.exit_code == 2 and "mine cannot be reached" in resize.errors, resize
     lines = queue.shoal_here("logs", job, "--json").result["lines"]
     assert "done: 3 steps" in "\n".join(lines)
     assert wait_until(lambda: not (queue_directory() / SOCKET).exists(), 20.0)
@@ -176,6 +178,8 @@ def test_a_job_from_its_submission_to_its_end(queue: Queue) -> None:
         (("status", "slurmy:7"), "There is no job slurmy:7"),
         (("logs", "."), "holds no run"),
         (("stop", "local:x"), "There is no job local:x"),
+        (("resize", "local:7", "data=2"), "There is no job local:7"),
+        (("resize", "nothing", "data=2"), "There is no job nothing"),
         (("queue", "--on", "lokal"), "Did you mean 'local'?"),
         (("queue", "--limit", "core=1"), "has no limit 'core'"),
         (("queue", "--limit", "cores=x"), "a limit is a whole number from 1 on"),

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from socket import gethostname
 from typing import Any, NamedTuple
 
 import msgspec
@@ -182,9 +183,9 @@ class Saver:
             gone = f"what was to become {self.store}/{work.name} is gone"
             problem, is_echo = gone if error.filename else str(error.strerror), True
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = work.place + (error.strerror or str(error))
         except Exception as error:  # noqa: BLE001 (a defect must not look like a good save)
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"{work.place}{type(error).__name__}: {error}"
         finally:
             snapshot.close()
             self._begun.set()
@@ -227,6 +228,11 @@ class _RankSave(NamedTuple):
     token: str
     plain: dict[str, Any]
     about: tuple[Progress, Origin]
+
+    @property
+    def place(self) -> str:
+        """Whose problem it is, if it may be that of one host only."""
+        return f"rank {self.rank} on {gethostname()}: " if self.num_ranks > 1 else ""
 
     def write(
         self, draft: Draft, placed: Sequence[PlacedChunk], snapshot: Snapshot

@@ -1,7 +1,5 @@
 """`shoal resize`: more or fewer ranks and servers for a run that goes on."""
 
-from pathlib import Path
-
 import click
 
 from shoal.cli.output import print_json, say
@@ -9,15 +7,15 @@ from shoal.errors import UsageError
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("job")
 @click.argument("size")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end.")
-def resize(run: Path, size: str, as_json: bool) -> None:
-    """Give the run in directory RUN another SIZE, while it goes on.
+def resize(job: str, size: str, as_json: bool) -> None:
+    """Give JOB, a run directory or engine:id, another SIZE, while it goes on.
 
     \b
     shoal resize runs/charlm-small-1 data=3
-    shoal resize runs/charlm-small-1 "data=3 servers=2"
+    shoal resize local:1 "data=3 servers=2"
 
     Ranks (data=N) and parameter servers (servers=N) come or go between two steps, after
     which all meet. What is trained stays the same: the batch and its pieces do not change, so there
@@ -29,9 +27,13 @@ def resize(run: Path, size: str, as_json: bool) -> None:
     from shoal.elastic.control import send_request
     from shoal.events.events import ResizedEvent
     from shoal.events.screen import resized_in_words
+    from shoal.launch.engines import find_job
 
+    found = find_job(job)
+    if found.run_dir is None:
+        raise UsageError(f"The run directory of {found.name} is not in sight of this machine.")
     try:
-        answer = send_request(run, resize=size)
+        answer = send_request(found.run_dir, resize=size)
     except KeyboardInterrupt:
         click.echo("shoal: the request stands; the run shows what becomes of it.", err=True)
         raise SystemExit(130) from None

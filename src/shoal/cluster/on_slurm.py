@@ -73,7 +73,7 @@ class SlurmEngine:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
         hold = ["--hold"] if request.priority > 0 else []
         try:
-            answer = ask("sbatch", "--parsable", *hold, str(path))
+            answer = self._ask_for(request, *hold, str(path))
             number = answer.strip().partition(";")[0]
             if hold:
                 self._release(number, request.priority)
@@ -117,6 +117,15 @@ class SlurmEngine:
         found = self.state(job)
         path = Path(found.run_dir) / OUTPUT_FILE
         return follow_file(path, lambda: not (follow and self.state(job).is_active), STATE_S)
+
+    def _ask_for(self, request: JobRequest, *words: str) -> str:
+        """What sbatch answers; if it refuses, with what was asked and what is there."""
+        try:
+            return ask("sbatch", "--parsable", *words)
+        except UsageError as error:
+            there = ", ".join(ask("sinfo", "-h", "--format=%D of %c CPUs in %R").splitlines())
+            asked = f"nodes {request.num_hosts}, cores of each {request.cores or 'all'}"
+            raise UsageError(f"{error} Asked for: {asked}. Nodes there: {there}.") from error
 
     def _release(self, number: str, priority: int) -> None:
         """Let a job go that was held until it is known whether Slurm honours its priority."""

@@ -112,4 +112,4 @@ def clear_text(plan: Plan) -> str:
         return "activations and gradients"
     if plan.zero:
         return "gradients and parameters"
-    return "" if plan.sync == "server" and plan.num_ranks_apart == 1 else "gradients"
+    return "" if plan.sync == "server" and plan.replicas in (None, plan.data) else "gradients"

@@ -296,10 +296,10 @@ def listen(
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
     except zmq.ZMQError as error:
         socket.close()
-        raise UsageError(
-            f"Cannot listen on {place}: {error.strerror}. Give an address of this machine; "
-            "`ip address` lists them."
-        ) from error
+        way_out = "Give an address of this machine; `ip address` lists them."
+        if error.errno == zmq.EADDRINUSE:
+            way_out = f"Another process has port {port}: end it; `ss -ltnp` shows which one it is."
+        raise UsageError(f"Cannot listen on {place}: {error.strerror}. {way_out}") from error
     except UsageError:
         socket.close()
         raise

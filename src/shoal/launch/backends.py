@@ -19,7 +19,7 @@ from shoal.cluster.local import LocalBackend
 from shoal.cluster.on_kubernetes import KubernetesStarter
 from shoal.cluster.on_slurm import SlurmStarter
 from shoal.cluster.ssh import SshStarter, read_hosts
-from shoal.comm.endpoint import interface_of
+from shoal.comm.endpoint import GLOO_INTERFACE, interface_of, named_interface
 from shoal.errors import UsageError, nearest
 from shoal.formatting import plural
 from shoal.plans.plan import Plan
@@ -75,9 +75,14 @@ def on_hosts(starter: AgentStarter, recipe: Recipe, options: "Options") -> Hosts
 
 
 def refuse_without_hosts(options: "Options") -> None:
-    """Refuse options of a run on several hosts that is on one, and addresses of other machines."""
-    if options.listen is not None:
-        interface_of(options.listen)
+    """Refuse options of a run on several hosts that is on one, and addresses and interfaces that
+    this machine does not have."""
+    interface = named_interface()
+    if options.listen is not None and interface not in ("", own := interface_of(options.listen)):
+        raise UsageError(
+            f"--listen {options.listen} is at {own}, and {GLOO_INTERFACE} names {interface}. Unset "
+            f"that, or give --listen an address of {interface}."
+        )
     if options.spans_hosts:
         if options.on == "local":
             _num_joining(options)

@@ -7,7 +7,9 @@ another run or program, or the data that another run has not seen.
 Read next: `elastic/worker.py`, for what each rank does with it.
 """
 
+import hashlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -149,6 +151,7 @@ def _prepare(
         found["unholdable"] = _unholdable(model, preparing.who_asks)
         if options.spans:
             found["first_weights"] = digest_weights(model)
+            found["recipe_source"] = _digest_of_source(recipe.name)
         begins = options.begin_from is not None and not has_checkpoint
         return _beginning(model, preparing) if begins else None
 
@@ -289,6 +292,14 @@ def _on_new_data(
     # That run may be resumed, and this one too, and more samples may be found bad meanwhile.
     found = {"new_data_steps": before.last_step, "new_data_missed": missed}
     return replace(run, data=new), found
+
+
+def _digest_of_source(spec: str) -> str:
+    """Of the file that the recipe is in. That of an installed module does not travel, so each host
+    may have its own."""
+    where = spec.rpartition(":")[0]
+    file = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
+    return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
 
 
 def _unholdable(model: nn.Module, who_asks: str) -> str:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from shoal.cluster.agent_starter import JoinByHand
@@ -18,7 +19,7 @@ from shoal.cluster.local import LocalBackend
 from shoal.cluster.ssh import SshStarter
 from shoal.errors import UsageError
 from shoal.events.events import Event, HostsMissingEvent, OnEvent
-from shoal.launch.backends import BACKENDS, make_backend
+from shoal.launch.backends import BACKENDS, make_backend, refuse_without_hosts
 from shoal.launch.train import Options
 from shoal.system.fork_server import ForkServer, Prepare
 from shoal.testing.backends import BackendConformance
@@ -122,3 +123,20 @@ def test_a_back_end_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
         BACKENDS, "mine", lambda address, *given: found.append(address) or LocalBackend()
     )
     assert isinstance(made("mine://a:1"), LocalBackend) and found == ["//a:1"]
+
+
+def test_an_interface_that_there_is_not_or_elsewhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is made."""
+    loopback = psutil.net_if_addrs()["lo"]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": loopback, "eth7": []})
+    for name, options, why in [
+        ("eth8", Options(), "no interface of that name.*eth7, lo"),
+        ("eth8", Options(listen="127.0.0.1", nodes=2), "no interface of that name"),
+        ("eth7", Options(listen="127.0.0.1", nodes=2), "at lo, and GLOO_SOCKET_IFNAME names eth7"),
+    ]:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+        with pytest.raises(UsageError, match=why):
+            refuse_without_hosts(options)
+    refuse_without_hosts(Options())

@@ -143,6 +143,9 @@ def test_seats_in_words() -> None:
         ("data=1 pipeline=2", "activations and gradients"),
         ("tensor=2", "activations and gradients"),
         ("data=2 sync=server", ""),
+        ("sync=server servers=2", ""),
+        ("data=4 replicas=4 local_steps=4 sync=server", ""),
+        ("data=4 replicas=2 local_steps=4 sync=server", "gradients"),
     ],
 )
 def test_what_would_be_in_clear_text(plan: str, what: str) -> None:

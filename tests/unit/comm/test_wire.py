@@ -284,6 +284,13 @@ def test_keys_that_others_may_read_are_refused(mode: int, tmp_path: Path) -> Non
     assert load_keys(path) == made
 
 
+def test_a_port_that_is_taken_is_named(keys: Keys) -> None:
+    with network.create_server(("127.0.0.1", 0)) as other, zmq.Context() as context:
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"already in use.*Another process has port {port}"):
+            listen(context, "127.0.0.1", keys, MOST, port)
+
+
 def test_keys_that_another_user_made_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
