@@ -307,6 +307,10 @@ def test_bad_input_is_one_sentence(command: Command, checkpoint: Path, tmp_path:
         "no such form": ("quantize", *prune[1:], "--to", "int3"),
         "which does not train": ("quantize", *prune[1:], "--to", "int8", "--plan", "data=2"),
         "are not those that were written": (*prune[:4], "--from", damaged, "--sparsity", 0.5),
+        "rank-00000.safetensors: the bytes": (
+            *("distill", RECIPE, "--teacher", damaged, "--teachers", 1),
+            *("--run-dir", tmp_path / "run", "--out", tmp_path / "out"),
+        ),
         "damaged is bad": ("pack", damaged, "--out", tmp_path / "out"),
         "damaged pack": ("pack", tmp_path / "cut", "--unpack", "--out", tmp_path / "out"),
         "There is no": ("pack", tmp_path / "none", "--out", tmp_path / "out"),

@@ -36,6 +36,7 @@ from shoal.data.stalls import judge_wait
 from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.logs import for_the_screen, log
 from shoal.storage.files import write_all
+from shoal.system.fork_server import trace_of_cause
 from shoal.system.processes import die_with_parent, readable
 from shoal.system.traces import user_traceback
 
@@ -325,18 +326,21 @@ def _answer(load: Load, request: _LoadRequest, slots: Sequence[_PieceSlot]) -> _
         slots[request.slot].write(packed)
     except ShoalError as error:
         told = sendable(str(error))
-        return _LoadReply(request.number, 0, told, kinds_of(error), trace_of(error.__cause__))
+        return _LoadReply(request.number, 0, told, kinds_of(error), trace_of(error))
     except BaseException as error:  # noqa: BLE001 (the source's own, told by the rank)
         said = sendable(load_failure(ids, error))
         return _LoadReply(request.number, 0, said, [RecipeError.__name__], trace_of(error))
     return _LoadReply(request.number, len(packed))
 
 
-def trace_of(error: BaseException | None) -> str:
-    """Its end, if it is long: there is the line that raised."""
-    if error is None:
-        return ""
-    return sendable(user_traceback(error)[-_MOST_TRACE:])
+def trace_of(error: BaseException) -> str:
+    """Its traceback, or of what caused one of ours; the end, if it is long: there is the line that
+    raised."""
+    if isinstance(error, ShoalError):
+        trace = trace_of_cause(error)
+    else:
+        trace = user_traceback(error)
+    return sendable(trace[-_MOST_TRACE:])
 
 
 def kinds_of(error: BaseException) -> list[str]:

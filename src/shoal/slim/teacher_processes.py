@@ -27,7 +27,7 @@ from torch import Tensor
 from shoal.comm.unix import is_own
 from shoal.data.loader_processes import kinds_of, leave_parent_alone, raised, trace_of
 from shoal.data.packing import pack, unpack
-from shoal.errors import RecipeError, ShoalError, sendable
+from shoal.errors import RecipeError, sendable
 from shoal.slim.lessons import Teacher
 from shoal.storage.files import write_all
 from shoal.system.processes import describe_exit, die_with_parent
@@ -168,8 +168,8 @@ def _serve(teacher: Teacher, connection: socket.socket) -> None:
 
 
 def _failure(error: BaseException) -> bytearray:
-    trace = trace_of(error.__cause__ if isinstance(error, ShoalError) else error)
-    return pack({"kinds": kinds_of(error), "message": sendable(str(error)), "trace": trace})
+    told = {"kinds": kinds_of(error), "message": sendable(str(error)), "trace": trace_of(error)}
+    return pack(told)
 
 
 def _opened(content: bytes | bytearray) -> Any:
