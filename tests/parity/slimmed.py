@@ -39,6 +39,10 @@ def taught_layers() -> shoal.Run:
     return shoal.slim.distill(_gpt(), _teacher(_gpt), hidden={"blocks.0": "blocks.1"})
 
 
+def taught_apart(teacher: str) -> shoal.Run:
+    return shoal.slim.distill(_gpt(), teacher, teacher_recipe=_gpt, teachers=1)
+
+
 def rounded() -> shoal.Run:
     return shoal.slim.quantize_in_training(_gpt())
 

@@ -1,9 +1,12 @@
 """Runs with masks, with a teacher, and with rounding train under plans what one process does."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_model
 
+from tests import zoo
 from tests.parity.conftest import Verify
 
 RECIPES = Path(__file__).with_name("slimmed.py")
@@ -35,6 +38,16 @@ PLANS = (
 @pytest.mark.timeout(300)
 def test_a_plan_trains_the_same(verify: Verify, recipe: str, plan: str) -> None:
     found = verify(f"{RECIPES}:{recipe}", plan)
+    assert found.exit_code == 0, (found.errors, found.verdict)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "tensor=2", "data=2 sync=server servers=1"])
+@pytest.mark.timeout(300)
+def test_a_teacher_in_processes_of_its_own(verify: Verify, tmp_path: Path, plan: str) -> None:
+    weights = tmp_path / "teacher.safetensors"
+    save_model(dataclasses.replace(zoo.gpt(), seed=7).make_model(), str(weights))
+    found = verify(f"{RECIPES}:taught_apart", plan, settings={"teacher": weights})
     assert found.exit_code == 0, (found.errors, found.verdict)
 
 

@@ -42,7 +42,10 @@ ALL_LINES = 99_400  # of src without `testing/`
 # Files with a budget of their own.
 LINES_OF = {"src/shoal/verify/reference.py": 230}
 # "path" or "path:name" -> why it may be larger.
-EXCEPTIONS: dict[str, str] = {"src/shoal/slim/fusing.py:fuse": "a public entry point"}
+EXCEPTIONS: dict[str, str] = {
+    "src/shoal/slim/distillation.py:distill": "a public entry point",
+    "src/shoal/slim/fusing.py:fuse": "a public entry point",
+}
 # Classes above the budget, with the methods and attributes that each has: they may only shrink, and
 # one that shrank lowers its line.
 LARGE_CLASSES = {

@@ -1,7 +1,13 @@
 """A small model with something to prune and to quantise, for tests of verbs."""
 
+import os
+import signal
+import socket
+import struct
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,3 +69,25 @@ def llama() -> shoal.Run:
         batch_size=4,
         steps=4,
     )
+
+
+class KillTeacher:
+    """Kills a process of the teacher's after a step, on the first rank."""
+
+    def __init__(self, run: shoal.Run, which: str):
+        self._address, self._which = run.collate._teacher._address, which
+
+    def on_step(self, trainer: Any, info: Any) -> None:
+        if not self._which or info.step != 10 or trainer.rank:
+            return
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._address)
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        keeper = struct.unpack("3i", credentials)[0]
+        workers = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        os.kill(keeper if self._which == "keeper" else int(workers[0]), signal.SIGKILL)
+
+
+def taught(teacher: str, teachers: int = 1, kill: str = "") -> shoal.Run:
+    run = shoal.slim.distill(small(width=8), teacher, teacher_recipe=small, teachers=teachers)
+    return replace(run, callbacks=[KillTeacher(run, kill)])

@@ -231,6 +231,52 @@ def test_a_student_learns_from_a_teacher(
     shoal.load(tmp_path / "out", RECIPE, settings={"width": 8})
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2",
+        *(pytest.param(plan, marks=full) for plan in ("data=2 precision=bf16", "pipeline=2")),
+    ],
+)
+def test_a_teacher_apart_gives_the_same_student(
+    command: Command, checkpoint: Path, tmp_path: Path, plan: str
+) -> None:
+    words = ("distill", RECIPE, "--set", "width=8", "--set", "steps=20", "--teacher", checkpoint)
+    found = []
+    for run, apart in (("one", ()), ("two", ("--teachers", 2)), ("one", ("--teachers", 1))):
+        out, goes_on = tmp_path / f"out{len(found)}", ("--resume",) if len(found) == 2 else ()
+        place = ("--run-dir", tmp_path / run, "--out", out, "--json")
+        done = command(*words, "--plan", plan, *place, *apart, *goes_on)
+        assert done.exit_code == 0, done.errors
+        found.append(shoal.load(out, RECIPE, settings={"width": 8}).state_dict())
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0].values(), other.values()))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("which", ["worker", "keeper"])
+def test_a_teacher_that_dies(
+    command: Command, checkpoint: Path, tmp_path: Path, which: str
+) -> None:
+    words = ("train", RECIPE.replace(":small", ":taught"), "--set", f"teacher={checkpoint}")
+    words += ("--plan", "data=2", "--json", "--set", "save_every=5")
+    kill = command(*words, "--set", f"kill={which}", "--run-dir", tmp_path / "run")
+    if which == "worker":
+        assert kill.exit_code == 0, kill.errors
+    else:
+        assert kill.exit_code == 1
+        assert "The processes of the teacher are gone" in kill.errors
+        resumed = command(*words, "--run-dir", tmp_path / "run", "--resume")
+        assert resumed.exit_code == 0, resumed.errors
+    whole = command(*words, "--run-dir", tmp_path / "whole")
+    one, other = (
+        shoal.load(tmp_path / name, RECIPE, settings={"width": 8}) for name in ("run", "whole")
+    )
+    assert whole.exit_code == 0
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+
+
 def test_a_pack_is_loaded_and_unpacked(command: Command, checkpoint: Path, tmp_path: Path) -> None:
     pack = tmp_path / "pack"
     done = command("pack", checkpoint, "--out", pack, "--json")
@@ -261,6 +307,10 @@ def test_bad_input_is_one_sentence(command: Command, checkpoint: Path, tmp_path:
         "no such form": ("quantize", *prune[1:], "--to", "int3"),
         "which does not train": ("quantize", *prune[1:], "--to", "int8", "--plan", "data=2"),
         "are not those that were written": (*prune[:4], "--from", damaged, "--sparsity", 0.5),
+        "rank-00000.safetensors: the bytes": (
+            *("distill", RECIPE, "--teacher", damaged, "--teachers", 1),
+            *("--run-dir", tmp_path / "run", "--out", tmp_path / "out"),
+        ),
         "damaged is bad": ("pack", damaged, "--out", tmp_path / "out"),
         "damaged pack": ("pack", tmp_path / "cut", "--unpack", "--out", tmp_path / "out"),
         "There is no": ("pack", tmp_path / "none", "--out", tmp_path / "out"),

@@ -43,6 +43,14 @@ from shoal.cli import model_table, options
 @click.option(
     "--cache", metavar="DIR", help="Ask the teacher once about each sample, and keep its answers."
 )
+@click.option(
+    "--teachers",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Let the teacher compute in N processes of its own on each host, ahead of the ranks. "
+    "Default: where batches are made.",
+)
 @model_table.common
 def distill(recipe: str, settings: dict[str, str], as_json: bool, **given: Any) -> None:
     """Train the model of RECIPE with a teacher, under any plan.
@@ -59,7 +67,7 @@ def distill(recipe: str, settings: dict[str, str], as_json: bool, **given: Any) 
     """
     options.refuse_unusable_process()
     options.check_plan(given["plan"])
-    asked = {name: given[name] for name in ("temperature", "alpha", "hidden", "cache")}
+    asked = {name: given[name] for name in ("temperature", "alpha", "hidden", "cache", "teachers")}
     teacher = {name: given[name] for name in ("teacher", "teacher_recipe", "teacher_settings")}
     change = model_table.later(
         "shoal.slim.distillation", "distill_recipe", recipe=recipe, **teacher, lessons=asked

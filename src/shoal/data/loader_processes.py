@@ -11,6 +11,7 @@ Not for sources that gather rows in memory: passing them on would cost more than
 Cost: a copy of each piece, and memory for the pieces that are loaded ahead. Next: `batches.py`.
 """
 
+import builtins
 import mmap
 import os
 import signal
@@ -35,6 +36,7 @@ from shoal.data.stalls import judge_wait
 from shoal.errors import RecipeError, ShoalError, sendable
 from shoal.logs import for_the_screen, log
 from shoal.storage.files import write_all
+from shoal.system.fork_server import trace_of_cause
 from shoal.system.processes import die_with_parent, readable
 from shoal.system.traces import user_traceback
 
@@ -170,7 +172,7 @@ class _Loader:
         reply, slot = self._done.pop(number), self._slot_of.pop(number)
         if reply.kinds:
             self._free.append(slot)
-            raise _raised(reply)
+            raise raised(reply.kinds, reply.error, reply.trace)
         content = self._slots[slot].content(reply.num_bytes)
         weakref.finalize(content, self._free.append, slot)  # once no tensor looks into it
         inputs, target, ids = unpack(content.data)
@@ -300,7 +302,7 @@ def _serve(load: Load, rank: int, pipes: tuple[int, int], slots: Sequence[_Piece
     code, (requests, answers) = 1, pipes
     try:
         die_with_parent(rank)
-        _leave_the_rank_alone(pipes)
+        leave_parent_alone(pipes)
         with os.fdopen(requests, "rb") as stream:
             while head := stream.read(4):
                 body = stream.read(int.from_bytes(head, "little"))
@@ -323,34 +325,48 @@ def _answer(load: Load, request: _LoadRequest, slots: Sequence[_PieceSlot]) -> _
         packed = pack(load(request.epoch, ids))
         slots[request.slot].write(packed)
     except ShoalError as error:
-        kinds = [kind.__name__ for kind in type(error).mro()]
-        return _LoadReply(
-            request.number, 0, sendable(str(error)), kinds, _trace_of(error.__cause__)
-        )
+        told = sendable(str(error))
+        return _LoadReply(request.number, 0, told, kinds_of(error), trace_of(error))
     except BaseException as error:  # noqa: BLE001 (the source's own, told by the rank)
         said = sendable(load_failure(ids, error))
-        return _LoadReply(request.number, 0, said, [RecipeError.__name__], _trace_of(error))
+        return _LoadReply(request.number, 0, said, [RecipeError.__name__], trace_of(error))
     return _LoadReply(request.number, len(packed))
 
 
-def _trace_of(error: BaseException | None) -> str:
-    """Its end, if it is long: there is the line that raised."""
-    if error is None:
-        return ""
-    return sendable(user_traceback(error)[-_MOST_TRACE:])
+def trace_of(error: BaseException) -> str:
+    """Its traceback, or of what caused one of ours; the end, if it is long: there is the line that
+    raised."""
+    if isinstance(error, ShoalError):
+        trace = trace_of_cause(error)
+    else:
+        trace = user_traceback(error)
+    return sendable(trace[-_MOST_TRACE:])
 
 
-def _raised(reply: _LoadReply) -> ShoalError:
-    """The error of a loader, of the kind that the rank itself would raise.
+def kinds_of(error: BaseException) -> list[str]:
+    """Its class and those above it, by name."""
+    return [kind.__name__ for kind in type(error).mro()]
 
-    By name, and a class that only the loader has imported by the nearest above it.
+
+def raised(kinds: Sequence[str], message: str, trace: str) -> BaseException:
+    """An error of another process, of the kind that this one would raise itself.
+
+    By name, and a class that only the other has imported by the nearest above it.
     """
-    known = {kind.__name__: kind for kind in _kinds(ShoalError)}
-    kind = next(known[name] for name in reply.kinds if name in known)
-    error = kind.__new__(kind, reply.error)  # whatever a class asks for when it is made
-    if reply.trace:
-        error.__cause__ = LoaderTraceback(f"\n{reply.trace}")
+    known = {kind.__name__: kind for kind in (*_builtin_errors(), *_kinds(ShoalError))}
+    kind = next(known[name] for name in kinds if name in known)
+    error = kind.__new__(kind, message)  # whatever a class asks for when it is made
+    if trace:
+        error.__cause__ = LoaderTraceback(f"\n{trace}")
     return error
+
+
+def _builtin_errors() -> Iterator[type[BaseException]]:
+    return (
+        kind
+        for kind in vars(builtins).values()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    )
 
 
 def _kinds(kind: type[ShoalError]) -> Iterator[type[ShoalError]]:
@@ -359,8 +375,8 @@ def _kinds(kind: type[ShoalError]) -> Iterator[type[ShoalError]]:
         yield from _kinds(below)
 
 
-def _leave_the_rank_alone(kept: Sequence[int]) -> None:
-    """Hold none of the rank's connections: its peers must notice when it dies."""
+def leave_parent_alone(kept: Sequence[int]) -> None:
+    """Hold none of the parent's connections: its peers must notice when it dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -370,7 +386,7 @@ def _leave_the_rank_alone(kept: Sequence[int]) -> None:
             with suppress(OSError):
                 mode = os.fstat(number).st_mode
                 if stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode):
-                    # Objects of the rank still hold the number: closed, another file would get
+                    # Objects of the parent still hold the number: closed, another file would get
                     # it, and be closed with such an object.
                     os.dup2(nothing, number, inheritable=False)
 

@@ -73,7 +73,7 @@ class Predictor:
         self._collate = None if run is None else run.collate
         if not isinstance(model, nn.Module):
             model = load(model, run)
-        self.model = model.to(device)
+        self.model = _moved(model, device)
         self.batch_size, self.device = batch_size, device
 
     def __call__(self, inputs: Iterable[Any]) -> Iterator[Any]:
@@ -110,6 +110,14 @@ class Predictor:
                 raise RecipeError(
                     f"The model failed on samples {ids[0]} to {ids[-1]}: {what}"
                 ) from error
+
+
+def _moved(model: nn.Module, device: str) -> nn.Module:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's, of any kind
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"device {device!r}: the model cannot work there. {why}") from None
 
 
 def predict(

@@ -23,8 +23,8 @@ from shoal.plans.rules import (
 )
 
 _ELSEWHERE = {  # what is asked for in plans, and said in another place
-    "teacher": "A teacher has no ranks: it is part of the data. `--set loaders=N` asks it in N "
-    "processes beside each rank, and `shoal distill --cache DIR` once about each sample."
+    "teacher": "A teacher is no part of a plan: `shoal distill --teachers N` lets it compute in N "
+    "processes of its own on each host, and `--cache DIR` asks it once about each sample."
 }
 
 

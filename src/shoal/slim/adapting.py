@@ -158,8 +158,8 @@ def _patterns(given: Sequence[str]) -> tuple[str, ...]:
 
 def _put_heads(model: nn.Module, heads: Heads) -> None:
     for name, make in heads.items():
-        known = dict(model.named_modules())
-        if not name or name not in known:
+        known = {path: module for path, module in model.named_modules() if path}
+        if name not in known:
             raise UsageError(
                 f"head: {type(model).__name__} has no module {name!r}. {nearest(name, known)}"
             )

@@ -4,8 +4,9 @@ The teacher is part of the data: where a batch is put together, it is asked abou
 its answers go with the target to the loss. So the model of the run is the student alone, under its
 own names: every plan, checkpoint and proof works on it as before, and the teacher is in no
 checkpoint. It is held once a host, frozen, in evaluation mode. With `loaders=N` in the Run it works
-in processes beside the ranks, ahead of them; with a cache it is asked once about each sample, by
-one process, for all ranks, passes and runs.
+in processes beside the ranks, ahead of them; with `teachers=N` in N processes of its own, out of
+which no rank holds its memory (`teacher_processes.py`); with a cache it is asked once about each
+sample, by one process, for all ranks, passes and runs.
 
 The loss is (1 - alpha) times the recipe's own, plus alpha times the divergence of the answers at a
 temperature (Hinton et al. 2015), whose square keeps gradients as large. A target of numbers makes
@@ -14,7 +15,7 @@ it the mean square of the difference. Hidden layers are compared after a project
 student's own. The teacher computes on the CPU. Read next: `lessons.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from shoal.slim.lessons import (
     TAPPED,
     TARGET,
     TEACHER,
+    AnyTeacher,
     LayerTaps,
     LessonCollate,
     LessonSource,
@@ -52,8 +54,9 @@ from shoal.slim.lessons import (
 )
 from shoal.slim.results import new_place, write_weights
 from shoal.slim.retraining import Given, Training, train_changed, trained_model
+from shoal.slim.teacher_processes import TeacherProcesses
 from shoal.training.load import load, loads_by_itself
-from shoal.training.run import MINIMISED, Run, call_model
+from shoal.training.run import MINIMISED, MOST_LOADERS, Run, call_model
 
 _NUM_SAMPLES = 2  # that shapes are compared with
 
@@ -66,12 +69,18 @@ class Lessons:
     alpha: float = 0.5  # the teacher's part of the loss
     hidden: Mapping[str, str] = field(default_factory=dict)  # the student's layer -> the teacher's
     cache: str | Path | None = None  # a directory that keeps the teacher's answers
+    teachers: int = 0  # processes of the teacher's own, on each host
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha <= 1:
             raise UsageError(
                 f"alpha={self.alpha:g}: it is the teacher's part of the loss, above 0 and at most "
                 "1. Without a teacher the recipe trains by itself."
+            )
+        if type(self.teachers) is not int or not 0 <= self.teachers <= MOST_LOADERS:
+            raise UsageError(
+                f"teachers={self.teachers!r} must be a whole number from 0, to ask the teacher "
+                f"where batches are made, to {MOST_LOADERS}: as many processes of its own."
             )
         if not 0 < self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature:g} must be above 0. 2 to 5 is usual.")
@@ -93,22 +102,20 @@ def distill(
     alpha: float = 0.5,
     hidden: Mapping[str, str] | None = None,
     cache: str | Path | None = None,
+    teachers: int = 0,
 ) -> Run:
     """The run, in which its model learns from `teacher` too: a module, or what `shoal.load` takes.
 
     A path to weights needs `teacher_recipe`, which makes the teacher's model with
     `teacher_settings`. `alpha` is the
     teacher's part of the loss; `hidden` names layers of the student and of the teacher that are
-    compared as well; `cache` is a directory that keeps the answers.
+    compared as well; `cache` is a directory that keeps the answers. `teachers` is the number of
+    processes of its own on each host that a teacher at a path computes in, ahead of the ranks.
     """
-    lessons = Lessons(temperature, alpha, hidden or {}, cache)
+    lessons = Lessons(temperature, alpha, hidden or {}, cache, teachers)
     _refuse_unteachable(run)
-    model = (
-        teacher
-        if isinstance(teacher, nn.Module)
-        else load(teacher, teacher_recipe, settings=teacher_settings)
-    )
-    asked = Teacher(model, tuple(lessons.hidden.values()))
+    make = partial(_teacher, teacher, teacher_recipe, teacher_settings, lessons)
+    asked = _in_processes(teacher, make, teachers) if teachers else make()
     student = run.make_model()
     projections = _check_fit(run, student, asked, lessons)
     data: Any = LessonSource(run.data, asked if lessons.cache is not None else None, run.collate)
@@ -120,8 +127,30 @@ def distill(
         model=made,
         data=data,
         collate=LessonCollate(run.collate, asked),
+        loaders=max(run.loaders, teachers),  # which wait for it beside the ranks
         loss=DistillationLoss(run.loss, lessons, asked.fingerprint),
     )
+
+
+def _teacher(
+    teacher: nn.Module | str | Path,
+    recipe: Given | None,
+    settings: Mapping[str, Any] | None,
+    lessons: Lessons,
+) -> Teacher:
+    found = teacher if isinstance(teacher, nn.Module) else load(teacher, recipe, settings=settings)
+    return Teacher(found, tuple(lessons.hidden.values()))
+
+
+def _in_processes(
+    teacher: nn.Module | str | Path, make: Callable[[], Teacher], num: int
+) -> TeacherProcesses:
+    if isinstance(teacher, nn.Module):
+        raise UsageError(
+            f"teachers={num}: a teacher that is a module is in this process already, and so in all "
+            "ranks. Give a path that its own processes can load."
+        )
+    return TeacherProcesses(make, num)
 
 
 def distill_recipe(
@@ -304,7 +333,7 @@ def _refuse_unteachable(run: Run) -> None:
 
 @torch.no_grad()
 def _check_fit(
-    run: Run, student: nn.Module, teacher: Teacher, lessons: Lessons
+    run: Run, student: nn.Module, teacher: AnyTeacher, lessons: Lessons
 ) -> dict[str, Projection]:
     """Compare the shapes of both on a few samples, before anything is trained."""
     piece = first_piece(run, _NUM_SAMPLES)

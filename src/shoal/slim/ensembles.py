@@ -24,7 +24,7 @@ from shoal.api import recipe_of
 from shoal.data.batches import LoadOptions
 from shoal.data.pieces import pieces_in_order
 from shoal.errors import UsageError
-from shoal.slim.figures import evaluate, load_trained
+from shoal.slim.figures import evaluate, first_piece, load_trained
 from shoal.slim.retraining import Given, Training, train_changed, trained_model
 from shoal.storage.run_dir import read_description
 from shoal.training.evaluate import PIECE_SIZE, evaluating
@@ -67,7 +67,9 @@ class Stack(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
             answers = [member(*args, **kwargs) for member in self.members]
-        combined = self.combine(torch.cat([answer_tensor(one) for one in answers], dim=-1))
+        combined = self.combine(torch.cat([_columns(one) for one in answers], dim=-1))
+        if answer_tensor(answers[0]).dim() == 1:
+            combined = combined.squeeze(-1)
         if isinstance(answers[0], Tensor):
             return combined
         answers[0].logits = combined  # in the form that the recipe's loss knows
@@ -157,12 +159,18 @@ def mix(answers: Sequence[Any], shares: Sequence[float]) -> Any:
 def answer_tensor(answer: Any) -> Tensor:
     """The tensor of an answer: itself, or `logits`."""
     found = getattr(answer, "logits", answer)
-    if isinstance(found, Tensor) and found.is_floating_point() and found.dim() > 1:
+    if isinstance(found, Tensor) and found.is_floating_point() and found.dim():
         return found
     raise UsageError(
         f"A model answers with {type(answer).__name__}. A stack takes models that answer with one "
         "tensor of numbers, or with `logits`."
     )
+
+
+def _columns(answer: Any) -> Tensor:
+    """What a model answers about samples, with the numbers of one in the last dim."""
+    found = answer_tensor(answer)
+    return found.unsqueeze(-1) if found.dim() == 1 else found
 
 
 class _StackModel:
@@ -175,11 +183,17 @@ class _StackModel:
     def __call__(self) -> nn.Module:
         recipe, settings = self._given
         members = load_members(recipe, self._places, settings)
-        inputs = pieces_in_order(self._run.data, 1, LoadOptions(self._run.collate))[0].inputs
+        inputs = first_piece(self._run, 2).inputs  # of one sample a dim might be squeezed away
         widths = []
         for member in members:
             with evaluating(member):
-                widths.append(answer_tensor(call_model(member, inputs)).shape[-1])
+                widths.append(_columns(call_model(member, inputs)).shape[-1])
+        if len(set(widths)) > 1:
+            numbers = " and ".join(map(str, widths))
+            raise UsageError(
+                f"The models answer with {numbers} numbers about a sample. A stack begins as their "
+                "mean, so they must be as many."
+            )
         return Stack(members, widths)
 
 

@@ -8,14 +8,16 @@ Samples of an evaluation are no lessons, and stay as they are.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from shoal.checkpoint.dtypes import tensor_bytes
+from shoal.data.batches import to_device
 from shoal.data.collating import collate_samples
 from shoal.data.sources import Pass
 from shoal.data.transforms.fingerprint import digest, identity_of
@@ -50,6 +52,15 @@ def answer_of(output: Any) -> Tensor:
     return found
 
 
+class AnyTeacher(Protocol):
+    """What answers: a model in this process, or in others (`teacher_processes.py`)."""
+
+    kind: str
+    fingerprint: str
+
+    def __call__(self, inputs: Any) -> dict[str, Tensor]: ...
+
+
 class Teacher:
     """A frozen model that is asked about inputs."""
 
@@ -68,10 +79,18 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, inputs: Any) -> dict[str, Tensor]:
-        """The answers to a batch: logits, and the layers that were asked for."""
+        """The answers to a batch: logits, and the layers that were asked for.
+
+        Inputs lie as they would if they came from another process: kernels round by that.
+        """
+        inputs = tree_map(_in_rows, to_device(inputs, "cpu"))
         with self._taps.listening() as heard:
             answers = {LOGITS: answer_of(call_model(self._model, inputs))}
         return answers | {f"{HIDDEN}{at}": layer for at, layer in enumerate(heard.in_order())}
+
+
+def _in_rows(value: Any) -> Any:
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -135,7 +154,7 @@ class HeardLayers:
 class LessonSource(WrappedSource):
     """Samples as lessons: with the teacher's answers if there is one, else for the collate."""
 
-    def __init__(self, source: Any, teacher: Teacher | None, collate: Collate | None):
+    def __init__(self, source: Any, teacher: AnyTeacher | None, collate: Collate | None):
         super().__init__(source)
         self._teacher, self._collate = teacher, collate
 
@@ -156,7 +175,7 @@ class LessonSource(WrappedSource):
 class LessonCollate:
     """Collates lessons, and asks the teacher about them; other samples as the run does."""
 
-    def __init__(self, collate: Collate | None, teacher: Teacher):
+    def __init__(self, collate: Collate | None, teacher: AnyTeacher):
         self._collate, self._teacher = collate, teacher
         self.__qualname__ = getattr(collate, "__qualname__", "lessons")  # which records keep
 

@@ -325,7 +325,7 @@ def run_fork_server(
         facts, worker_main = prepare()
         _check_forkable()
     except ShoalError as error:
-        return _report_failure(control, str(error), _trace_of(error), error.exit_code)
+        return _report_failure(control, str(error), trace_of_cause(error), error.exit_code)
     except BaseException as error:  # noqa: BLE001 (the recipe may fail in any way)
         last = traceback.format_exception_only(error)[-1].strip()
         return _report_failure(control, last, user_traceback(error), 1)
@@ -343,7 +343,7 @@ def _report_failure(control: socket.socket, message: str, trace: str, exit_code:
     return 0
 
 
-def _trace_of(error: ShoalError) -> str:
+def trace_of_cause(error: ShoalError) -> str:
     """The traceback, if the recipe's code is the cause of the error."""
     if needs_no_traceback(error) or error.__cause__ is None:
         return ""

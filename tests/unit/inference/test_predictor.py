@@ -59,6 +59,12 @@ def test_the_collate_of_the_run_is_used() -> None:
     assert [one.tolist() for one in found] == [[1, 0, 0], [1, 1, 1]]
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(UsageError, match=f"device '{device}': the model cannot work there"):
+        shoal.Predictor(nn.Linear(2, 2), device=device)
+
+
 def test_samples_that_fail_are_named() -> None:
     inputs = [torch.zeros(2)] * 5 + [torch.full((2,), 200.0)]
     answers = shoal.Predictor(Net(), batch_size=2)(inputs)

@@ -559,5 +559,5 @@ def test_copies_of_servers_that_count_replicas_keep_both_numbers() -> None:
 
 
 def test_a_teacher_has_no_ranks() -> None:
-    with pytest.raises(PlanError, match=r"no key 'teacher'.*`--set loaders=N` asks it"):
+    with pytest.raises(PlanError, match=r"no key 'teacher'.*`shoal distill --teachers N` lets it"):
         Plan.parse("data=2 teacher=1")

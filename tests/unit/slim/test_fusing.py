@@ -194,6 +194,46 @@ def test_a_stack_answers_in_the_form_of_its_members() -> None:
     assert found.requires_grad and not members[0].weight.requires_grad
 
 
+class Guess(nn.Linear):
+    """Answers with one number about a sample, without a dim for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, 0]
+
+
+def guessing(kinds: int = 1) -> shoal.Run:
+    run = recipe()
+    inputs = torch.stack([run.data[i][0] for i in range(64)])
+    data = shoal.data.tensors(inputs, inputs.sum(1))
+    return dataclasses.replace(
+        run,
+        model=lambda: Guess(6, 1) if kinds == 1 else nn.Linear(6, kinds),
+        loss=lambda output, target: F.mse_loss(output.reshape(len(target), -1)[:, 0], target),
+        data=data,
+        evaluate=data,
+        metrics={},
+    )
+
+
+def test_a_stack_of_models_that_answer_with_one_number(tmp_path: Path) -> None:
+    places = [saved(guessing().make_model(), tmp_path / name) for name in "ab"]
+    table = fuse(guessing, places, how="stack", out=tmp_path / "stack.pt2")
+    assert table.after.metrics["loss"] < table.best_single.metrics["loss"]
+    assert shoal.load(tmp_path / "stack.pt2")(torch.randn(5, 6)).shape == (5,)
+
+
+def test_a_stack_of_unlike_answers_is_refused(tmp_path: Path) -> None:
+    places = []
+    for kinds in (2, 3):
+        (tmp_path / str(kinds)).mkdir()
+        record = {"recipe": "a.py:b", "settings": {"kinds": str(kinds)}}
+        (tmp_path / str(kinds) / "run.json").write_text(json.dumps(record))
+        places.append(saved(guessing(kinds).make_model(), tmp_path / str(kinds) / "weights"))
+    with pytest.raises(UsageError, match="answer with 2 and 3 numbers about a sample"):
+        fuse(guessing, places, how="stack", out=tmp_path / "stack.pt2")
+    assert not (tmp_path / "stack.pt2").exists()
+
+
 class Tagger(nn.Module):
     """Goes through a sequence of any length, which torch.export fixes; with a tied head."""
 
