@@ -151,7 +151,7 @@ def _prepare(
         found["unholdable"] = _unholdable(model, preparing.who_asks)
         if options.spans:
             found["first_weights"] = digest_weights(model)
-            found["recipe_source"] = _digest_of_source(recipe.name)
+            found["recipe_source"] = _digest_of_source(preparing.recipe.name)
         begins = options.begin_from is not None and not has_checkpoint
         return _beginning(model, preparing) if begins else None
 
