@@ -176,11 +176,13 @@ def run_cell(recipe: str, plan: str, num_steps: int) -> Measured:
 
 
 class _Held(NamedTuple):
-    """Bytes of a process: its part of what is resident (PSS), what is resident, the most ever."""
+    """Bytes of a process: its part of what is resident (PSS), what is resident, the most ever. And
+    how many processes share with it."""
 
     held: int
     resident: int
     most: int
+    family: int
 
     @property
     def peak(self) -> int:
@@ -192,8 +194,9 @@ def _watch(run: "subprocess.Popen[bytes]") -> int:
     """The peak PSS of the rank that holds most, until the run ends.
 
     To weigh a process takes a core some milliseconds, in which it cannot map memory. So it is done
-    where more is resident than before and not too often: ranks are to compute meanwhile. It also is
-    what counts: a process that ends lets go of what it shares, which was never its own.
+    where more is resident than before, or more processes share it, and not too often: ranks are to
+    compute meanwhile. It also is what counts: a process that ends lets go of what it shares, which
+    was never its own, and one that was forked first shares with few as yet.
     """
     found: dict[int, _Held] = {}
     weighed: dict[int, float] = {}
@@ -201,13 +204,20 @@ def _watch(run: "subprocess.Popen[bytes]") -> int:
     while run.poll() is None and (now := time.monotonic()) < deadline:
         forkers = _children(run.pid)
         ranks = [rank for forker in forkers for rank in _children(forker)]
+        family = 1 + len(forkers) + len(ranks)
         for rank in ranks:
             with suppress(OSError, ValueError):
                 sizes, before = _sizes(rank), found.get(rank)
-                if before is None or (
-                    sizes["VmRSS"] > before.resident and now - weighed[rank] > WEIGH_S
+                if (
+                    before is None
+                    or family > before.family
+                    or (
+                        family == before.family
+                        and sizes["VmRSS"] > before.resident
+                        and now - weighed[rank] > WEIGH_S
+                    )
                 ):
-                    found[rank], weighed[rank] = _weigh(rank, 1 + len(forkers) + len(ranks)), now
+                    found[rank], weighed[rank] = _weigh(rank, family), now
                 else:
                     found[rank] = before._replace(most=sizes["VmHWM"])
         with suppress(subprocess.TimeoutExpired):
@@ -230,7 +240,7 @@ def _weigh(pid: int, family: int) -> _Held:
     rolled = _bytes_in(Path("/proc", str(pid), "smaps_rollup"), ("Pss_Anon", "Pss_Shmem"))
     sizes = _sizes(pid)
     held = sum(rolled.values()) + sizes["RssFile"] // family
-    return _Held(held, sizes["VmRSS"], sizes["VmHWM"])
+    return _Held(held, sizes["VmRSS"], sizes["VmHWM"], family)
 
 
 def _sizes(pid: int) -> dict[str, int]:
