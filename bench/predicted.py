@@ -196,7 +196,8 @@ def _watch(run: "subprocess.Popen[bytes]") -> int:
     To weigh a process takes a core some milliseconds, in which it cannot map memory. So it is done
     where more is resident than before, or more processes share it, and not too often: ranks are to
     compute meanwhile. It also is what counts: a process that ends lets go of what it shares, which
-    was never its own, and one that was forked first shares with few as yet.
+    was never its own, and one that was forked first shares with few as yet. What ended before the
+    last was forked is no rank: preparing a run forks, too.
     """
     found: dict[int, _Held] = {}
     weighed: dict[int, float] = {}
@@ -222,7 +223,8 @@ def _watch(run: "subprocess.Popen[bytes]") -> int:
                     found[rank] = before._replace(most=sizes["VmHWM"])
         with suppress(subprocess.TimeoutExpired):
             run.wait(POLL_S)
-    return max((one.peak for one in found.values()), default=0)
+    most = max((one.family for one in found.values()), default=0)
+    return max((one.peak for one in found.values() if one.family == most), default=0)
 
 
 def _children(pid: int) -> list[int]:
