@@ -24,6 +24,7 @@ from shoal.data import permutation, split
 from shoal.data.collating import SampleTypeCheck, collate_samples, load_collated, load_good_samples
 from shoal.data.fetch_hints import prefetcher_for
 from shoal.data.loader_processes import Loaders, PieceKey, PieceSchedule
+from shoal.data.marks import marks_of_rows
 from shoal.data.orders import batch_size_of, order_of
 from shoal.data.permutation import Ids
 from shoal.data.sources import (
@@ -52,6 +53,7 @@ class Piece(NamedTuple):
     target: Any
     num_samples: int
     ids: Ids
+    mark: int | None = None  # of the ids (`marks.py`), if it is known already
 
 
 class LoadOptions(NamedTuple):
@@ -214,7 +216,9 @@ class Batches:
             # then the steps are loaded one by one, or each would try the same sample again.
             self._window_steps = 1
             return self._load(batch.epoch, self._ids_of(batch, index))
-        window = _RowWindow(batch.epoch, first, rows, ids[:, start:stop])
+        own, of_stream = ids[:, start:stop], stream_of(self.source) is not None
+        marks = [None] * num_steps if of_stream else marks_of_rows(own)  # a stream's have contents
+        window = _RowWindow(batch.epoch, first, rows, own, marks)
         self._rows[index] = window
         return window.pieces[0]
 
@@ -348,13 +352,14 @@ class _RowWindow:
 
     __slots__ = ("_tensors", "epoch", "first", "pieces")
 
-    def __init__(self, epoch: int, first: int, rows: Piece, ids: Ids):
+    def __init__(self, epoch: int, first: int, rows: Piece, ids: Ids, marks: Sequence[int | None]):
         self.epoch = epoch
         self.first = first
         size = ids.shape[1]
         columns: list[Sequence[Tensor]] = []
         inputs, target = _cut(rows.inputs, size, columns), _cut(rows.target, size, columns)
-        self.pieces = [Piece(x, y, size, of) for x, y, of in zip(inputs, target, ids, strict=True)]
+        of_steps = zip(inputs, target, ids, marks, strict=True)
+        self.pieces = [Piece(x, y, size, own, mark) for x, y, own, mark in of_steps]
         self._tensors = list(zip(*columns, strict=True))
 
     def covers(self, batch: Batch) -> bool:

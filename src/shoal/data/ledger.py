@@ -17,23 +17,12 @@ import msgspec
 import numpy as np
 
 from shoal.data.batches import Batches
+from shoal.data.marks import MODULUS, mark
 from shoal.data.permutation import Ids
 from shoal.data.sources import Source, stream_of
 
-_MODULUS = 2**53  # so that a mark is exact as a double
 _MOST_TRIES = 1000
 _MOST_COUNTED = 1 << 29  # samples that are counted one by one: 4 GiB
-_SALT = np.uint64(0x5348_4F41_4C4C_4547)
-
-
-def mark(ids: Ids) -> int:
-    """A number for these samples in any order. Marks of parts add up to that of the whole."""
-    words = ids.astype(np.uint64) ^ _SALT
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    words ^= words >> np.uint64(32)
-    words *= np.uint64(0xD6E8FEB86659FD93)
-    words ^= words >> np.uint64(32)
-    return int(words.sum(dtype=np.uint64)) % _MODULUS
 
 
 def mark_samples(source: Source, ids: Ids) -> int:
@@ -44,7 +33,7 @@ def mark_samples(source: Source, ids: Ids) -> int:
 
 
 def add_marks(marks: Iterable[int | float]) -> int:
-    return sum(map(int, marks)) % _MODULUS
+    return sum(map(int, marks)) % MODULUS
 
 
 class Audit(msgspec.Struct):

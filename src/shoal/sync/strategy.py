@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.data.batches import Piece
-from shoal.data.ledger import add_marks, mark_samples
+from shoal.data.ledger import mark_samples
+from shoal.data.marks import MODULUS
 from shoal.data.sources import Source
 from shoal.parallel.layout import LocalLayout, Slice
 from shoal.sync.buffers import BufferMeans
@@ -47,9 +48,11 @@ class LocalStep:
 
     def count_samples(self, pieces: Sequence[Piece], source: Source) -> None:
         """Mark and count the samples that were really loaded."""
-        marks = (mark_samples(source, piece.ids) for piece in pieces)
-        self.mark = add_marks([self.mark, *marks])
-        self.num_samples += sum(piece.num_samples for piece in pieces)
+        for piece in pieces:
+            known = piece.mark
+            own = mark_samples(source, piece.ids) if known is None else known
+            self.mark = (self.mark + own) % MODULUS
+            self.num_samples += piece.num_samples
 
     def add(
         self,

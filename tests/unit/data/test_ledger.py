@@ -4,12 +4,15 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import ledger
 from shoal.data.batches import Batches
 from shoal.data.ledger import add_marks, audit, mark
+from shoal.data.marks import marks_of_rows
+from shoal.data.sources import tensors
 from shoal.data.views import weighted
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=50)
@@ -39,6 +42,19 @@ def test_a_lost_repeated_or_swapped_sample_changes_the_mark(ids: list[int], data
     other = data.draw(st.integers(0, 2**40).filter(lambda i: i != ids[at]))
     for wrong in (ids[:at] + ids[at + 1 :], [*ids, ids[at]], [*ids[:at], other, *ids[at + 1 :]]):
         assert mark(np.array(wrong, dtype=np.int64)) != mark(np.array(ids))
+
+
+@given(st.integers(1, 5), IDS)
+def test_rows_are_marked_as_each_alone(num_rows: int, ids: list[int]) -> None:
+    rows = np.resize(np.array(ids), (num_rows, len(ids)))
+    assert marks_of_rows(rows) == [mark(row) for row in rows]
+
+
+def test_pieces_that_are_gathered_at_once_know_their_marks() -> None:
+    batches = Batches(tensors(torch.arange(96.0), torch.arange(96)), batch_size=8, num_pieces=2)
+    pieces = [batches.at(step).piece(index) for step in range(12) for index in range(2)]
+    assert sum(piece.mark is not None for piece in pieces) >= 20  # all but what shows their size
+    assert all(piece.mark in (None, mark(piece.ids)) for piece in pieces)
 
 
 def test_a_good_record() -> None:
