@@ -6,7 +6,7 @@ that a backward ends there. The loss is part of the last stage's forward, so tha
 anything. What a microbatch keeps is let go with its backward.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shoal.events.tracing import TRACER
@@ -97,7 +98,7 @@ class ScheduledStage:
         self._arriving: dict[int, PendingReceive] = {}
         self._kept: dict[int, tuple[list[Tensor], tuple[Tensor, ...]]] = {}
         self._returning: dict[int, PendingReceive] = {}
-        self._for_later: dict[int, list[dict[str, Any]]] = {}
+        self._for_later: dict[int, _WeightsPart] = {}
 
     def method_for(self, kind: ActionKind) -> Callable[[int], None] | None:
         """The method for an action, to call with the microbatch; None if there is nothing to do."""
@@ -156,10 +157,11 @@ class ScheduledStage:
         received, outputs = self._kept.pop(microbatch)
         gradients = self._gradients(microbatch)
         self.round.hooks.back(self.round.first + microbatch)
+        hanging, ends = _split_outputs(received, outputs, gradients)
         try:
             found, groups = stage_backward_input(
-                list(outputs),
-                None if self.is_last else gradients,  # type: ignore[arg-type]  # some may be None
+                [output for output, _ in hanging],
+                None if self.is_last else [gradient for _, gradient in hanging],
                 received,
                 iter(self.parameters),
             )
@@ -168,15 +170,18 @@ class ScheduledStage:
             raise own from own.__cause__
         # The weights' gradients may be these very tensors, and are added to while they are sent.
         self._send_back(microbatch, received, [g if g is None else g.clone() for g in found])
-        self._for_later[microbatch] = groups
+        self._for_later[microbatch] = _WeightsPart(groups, ends)
 
     def backward_weight(self, microbatch: int) -> None:
         number = self.round.first + microbatch
         self.round.hooks.back(number)
-        groups = self._for_later.pop(microbatch)
+        groups, ends = self._for_later.pop(microbatch)
         # A parameter that is used twice leads through what other groups still need; what is
         # retained goes with the last reference to the graph, which is here.
         stage_backward_weight(iter(self.parameters), groups, retain_graph=True)
+        if ends:
+            edges, gradients = zip(*ends, strict=True)
+            torch.autograd.backward(edges, gradients, retain_graph=True)
         self.round.hooks.computed(self.spec.index, number)
 
     def _received(self, microbatch: int) -> list[Tensor]:
@@ -224,6 +229,51 @@ class ScheduledStage:
             self.round.messages.send(gradients, self.before)
         else:
             self.earlier._returning[microbatch] = PendingReceive(gradients)
+
+
+class _WeightsPart(NamedTuple):
+    """What the weights' part of a backward starts from."""
+
+    groups: list[dict[str, Any]]  # by torch
+    ends: list[tuple[GradientEdge, Tensor | None]]  # with their gradients
+
+
+_Outputs = list[tuple[Tensor, Tensor | None]]  # with their gradients
+
+
+def _split_outputs(
+    received: Sequence[Tensor], outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[_Outputs, list[tuple[GradientEdge, Tensor | None]]]:
+    """The outputs that hang on what was received, and the ends of those that only weights lead to,
+    such as a table of positions for later stages.
+
+    torch's split of a backward finds weights on the way to what was received, and would leave the
+    gradients of the others out without a word.
+    """
+    starts = {get_gradient_edge(tensor).node for tensor in received if tensor.requires_grad}
+    hanging: _Outputs = []
+    ends: list[tuple[GradientEdge, Tensor | None]] = []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if not output.requires_grad:
+            continue
+        edge = get_gradient_edge(output)
+        if _leads_to(edge.node, starts):
+            hanging.append((output, gradient))
+        else:
+            ends.append((edge, gradient))
+    return hanging, ends
+
+
+def _leads_to(node: Node, ends: Container[Node]) -> bool:
+    """Whether a backward from this node comes to one of those. Short where it does."""
+    waiting, seen = [node], {node}
+    while waiting:
+        if (now := waiting.pop()) in ends:
+            return True
+        following = {found for found, _ in now.next_functions if found is not None} - seen
+        seen |= following
+        waiting += following
+    return False
 
 
 def forms_of(tape: Tape, numbers: Sequence[int]) -> list[TensorForm]:
