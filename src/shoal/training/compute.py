@@ -6,8 +6,8 @@ is a pure function of (weights, step, piece): random state and buffers are set o
 each piece's gradient is kept apart until the tree adds them up.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from typing import Any
 
 import torch
@@ -29,24 +29,27 @@ from shoal.sync.allreduce import is_summed
 from shoal.sync.choose import wait_for_parameters
 from shoal.sync.strategy import LocalStep, Strategy
 from shoal.training.custom_step import PLAIN, Phase, refuse_independent
-from shoal.training.diagnostics import watch_first_piece
+from shoal.training.diagnostics import refuse_late_writes, watch_first_piece
 from shoal.training.run import Objective, Run, objective, objective_of
 
 _AS_IT_IS: AbstractContextManager[AbstractContextManager[None]] = nullcontext(nullcontext())
 
 
-@contextmanager
-def as_raised() -> Iterator[None]:
+class _AsRaised(ContextDecorator):
     """Around a recipe's code: a group that is lost inside it, in a lookup say, is so outside too,
-    whatever that code made of the error."""
-    try:
-        yield
-    except ShoalError:
-        raise
-    except Exception as error:
-        if (lost := found_in(error, GroupLost)) is None:
-            raise
-        raise type(lost)(str(lost)) from error
+    whatever that code made of the error. A class, since a generator costs a step a microsecond."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, *where: object) -> None:
+        if not isinstance(error, Exception) or isinstance(error, ShoalError):
+            return
+        if (lost := found_in(error, GroupLost)) is not None:
+            raise type(lost)(str(lost)) from error
+
+
+AS_RAISED = _AsRaised()
 
 
 class PieceRunner:
@@ -89,7 +92,7 @@ class PieceRunner:
         """The context of a forward, in the precision of the step."""
         return self._precisions.at(self._step).autocast(self._device_kind)
 
-    @as_raised()
+    @AS_RAISED
     def round(
         self, batch: Batch, phase: Phase, indices: range, pieces: Sequence[Piece], tally: LocalStep
     ) -> None:
@@ -132,7 +135,7 @@ class PieceRunner:
             self._known.add(key)
         return goal
 
-    @as_raised()
+    @AS_RAISED
     def output(self, inputs: Any) -> Any:
         """The model's answer, without gradients; None on a rank that does not get to see it."""
         if self.spread.pipeline is not None:
@@ -199,9 +202,13 @@ class _PiecesInPipeline(PipelineHooks):
 
     def back(self, microbatch: int) -> None:
         self.runner.seeds.at(self._step, self._indices[microbatch])
+        if PLAIN.name not in self.runner.watched:
+            self.buffers.restore()
 
     def computed(self, stage: int, microbatch: int) -> None:
         """Keep the pieces' gradients apart, to be added in the tree's order."""
+        if PLAIN.name not in self.runner.watched:
+            refuse_late_writes(self.buffers)
         if self.runner.plan.sums != "exact":
             return
         parameters = self._parameters[stage]

@@ -27,6 +27,7 @@ from shoal.errors import NotFinite, PlanError, RecipeError
 from shoal.numerics.compiled import compiled_in
 from shoal.numerics.reserved import ReservedParameter, touched_rows
 from shoal.plans.plan import Plan
+from shoal.sync.buffers import BufferMeans
 from shoal.sync.digests import DigestReader, is_readable
 from shoal.sync.server.combining import combine_losses
 from shoal.sync.strategy import GlobalStep
@@ -192,6 +193,8 @@ def refuse_writes(model: nn.Module, plan: Plan, looks_inside: bool = True) -> It
         with torch._C.DisableTorchFunction():
             for (inner, name, is_shard), known in noted.items():
                 now = inner._parameters[name]
+                if not isinstance(now, nn.Parameter):  # torch.func.functional_call put it there
+                    continue
                 if is_shard or now is known.parameter:
                     is_written = known.is_changed(looks_inside)
                 else:  # but for a shard that stands there again
@@ -216,13 +219,26 @@ def refuse_writes(model: nn.Module, plan: Plan, looks_inside: bool = True) -> It
     check(model)
 
 
+def refuse_late_writes(buffers: BufferMeans) -> None:
+    """After a stage's backward: refuse one that wrote to buffers, which are put away by then."""
+    for module, name, held in buffers.values(at_rest=False):
+        now = module._buffers[name]
+        if now is not None and ((now != held) & ((now == now) | (held == held))).any():
+            raise PlanError(
+                f"The backward changes the buffer {name} of {type(module).__name__}: what changes "
+                "it is computed again (torch.utils.checkpoint), and a stage takes its buffers "
+                "after its forward. Leave that out of the model and use recompute=blocks in the "
+                "plan, or leave out pipeline."
+            )
+
+
 def _parameters_in(
     module: nn.Module,
 ) -> Iterator[tuple[tuple[nn.Module, str, bool], nn.Parameter]]:
     """Each by its place, and whether it is a shard."""
     for inner in module.modules():
         for name, p in inner._parameters.items():
-            if p is not None:
+            if isinstance(p, nn.Parameter):
                 yield (inner, name, isinstance(p, DTensor)), p
 
 
@@ -274,7 +290,8 @@ def watch_first_piece(
 
 
 class ReadsOfShards(TorchFunctionMode):
-    """Notes the first parameter that is used while it is a shard."""
+    """Notes the first parameter that is used while it is a shard, and refuses a backward on the
+    way, after which FSDP2 lets parameters go."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -285,6 +302,11 @@ class ReadsOfShards(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if func in (torch.autograd.grad, Tensor.backward):
+            raise PlanError(
+                f"The model takes a gradient in its own forward ({name}, for forces or a penalty "
+                "say), and zero=3 lets parameters go after a backward. Use zero=1 or zero=2."
+            )
         if not self.found and name not in ("__get__", "__set__"):
             read = [x for x in tree_leaves((args, kwargs)) if id(x) in self._names]
             self.found = f"its parameter {self._names[id(read[0])]} (in {name})" if read else ""
