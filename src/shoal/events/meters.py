@@ -47,15 +47,20 @@ class Stopwatch:
 
 
 def split_times(
-    data: float, compute: float, exchange: float, busy_of_ranks: Sequence[float], own: int
+    data: float,
+    compute: float,
+    exchange: float,
+    busy_of_ranks: Sequence[float],
+    own: int,
+    waited: float = 0.0,
 ) -> Times:
     """Split the exchange into waiting and exchanging.
 
     `busy_of_ranks` holds the seconds that each rank spent before the exchange (data and compute);
-    `own` is this rank's index in it.
+    `own` is this rank's index in it. `waited` is known to be waiting, and not in the exchange.
     """
     waiting = min(exchange, max(busy_of_ranks) - busy_of_ranks[own])
-    return Times(data, compute, exchange - waiting, waiting)
+    return Times(data, compute, exchange - waiting, waiting + waited)
 
 
 class StepTotals:

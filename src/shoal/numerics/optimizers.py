@@ -315,8 +315,10 @@ def _bare(chosen: Optimizer) -> Callable[[], object]:
     if inner is None or not getattr(step, "hooked", False) or "step" in vars(chosen):
         return chosen.step  # not wrapped by torch, or wrapped again
 
+    hooks = _hooks_of(chosen)
+
     def bare_step() -> None:
-        if _is_watched(chosen):
+        if profiler._is_profiler_enabled or any(hooks):
             chosen.step()
         else:
             inner(chosen)
@@ -324,16 +326,17 @@ def _bare(chosen: Optimizer) -> Callable[[], object]:
     return bare_step
 
 
-def _is_watched(chosen: Optimizer) -> bool:
-    return bool(profiler._is_profiler_enabled) or has_hooks(chosen)
-
-
 def has_hooks(chosen: Optimizer) -> bool:
     """Whether torch calls anything before or after its step."""
-    return bool(
-        any(m._optimizer_step_pre_hooks or m._optimizer_step_post_hooks for m in members_of(chosen))
-        or chosen._optimizer_step_pre_hooks
-        or chosen._optimizer_step_post_hooks
-        or optimizer._global_optimizer_pre_hooks
-        or optimizer._global_optimizer_post_hooks
-    )
+    return any(_hooks_of(chosen))
+
+
+def _hooks_of(chosen: Optimizer) -> list[Mapping[int, Callable[..., Any]]]:
+    """Where torch keeps what it calls before and after a step."""
+    found: list[Any] = [
+        optimizer._global_optimizer_pre_hooks,
+        optimizer._global_optimizer_post_hooks,
+    ]
+    for each in dict.fromkeys([chosen, *members_of(chosen)]):
+        found += [each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks]
+    return found

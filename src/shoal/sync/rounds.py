@@ -83,10 +83,11 @@ class ReplicaRounds:
     def agree_locally(self, local: LocalStep) -> GlobalStep:
         """The same in a world of one."""
         sums, weights = local.sums_and_weights()
-        self.buffers.agree(self.buffers.num_changes, self.device)
+        if len(self.buffers):
+            self.buffers.agree(self.buffers.num_changes, self.device)
         weight, busy_s = sum(weights), [local.busy_s]
         flags, known = (local.asked, local.is_mean), (local.mark, local.num_samples)
-        parts = add_up([local.packed_parts()])
+        parts = add_up([local.packed_parts()]) if local.parts else {}
         return GlobalStep(sums, weights, weight, None, busy_s, *flags, *known, parts=parts)
 
 

@@ -41,8 +41,6 @@ def make_balancer(plan: Plan, mesh: Mesh) -> Balancing:
 def rebalance(trainer: "Trainer", busy_s: Sequence[float]) -> None:
     """Move work if that makes steps shorter. Every rank decides alike and must call it."""
     mesh, plan = trainer.mesh, trainer.plan
-    if mesh.data.num_ranks == 1:
-        return
     taken_s = by_replica(busy_s, mesh.data.num_ranks, mesh.tensor.num_ranks)
     num_rounds = plan.num_pieces // plan.num_microbatches
     dealt = mesh.counts or [len(own) for own in shares(num_rounds, mesh.data.num_ranks)]

@@ -465,7 +465,7 @@ def objective_of(given: Any, piece: Piece) -> Objective:
 
 def _named_parts(answer: Any, piece: Piece) -> tuple[Any, dict[str, LossPart]]:
     """What is minimised, and the named parts beside it if the loss answers with a dict."""
-    if not isinstance(answer, Mapping):
+    if isinstance(answer, Tensor) or not isinstance(answer, Mapping):
         return answer, {}
     if MINIMISED not in answer:
         known = ", ".join(map(str, answer)) or "nothing"

@@ -37,7 +37,7 @@ from shoal.sync.choose import late_mark
 from shoal.sync.named_parts import means
 from shoal.sync.strategy import GlobalStep, LocalStep
 from shoal.system.processes import WORK
-from shoal.training.compute import as_raised
+from shoal.training.compute import AS_RAISED
 from shoal.training.custom_step import (
     PLAIN,
     Phase,
@@ -124,7 +124,7 @@ class StepAttempt:
             return None if result is None else self._made([result], result.loss, result.parts)
         made = trainer.progress.phases
         batch = StepBatch(trainer.step, [*trainer.phases.parameters], tuple(made), self._minimize)
-        with as_raised():
+        with AS_RAISED:
             trainer.run.step(batch)
         batch.end()
         trainer.phases.meet(trainer.step, _END)
@@ -178,10 +178,13 @@ class StepAttempt:
         compute_s = tally.busy_s - data_s + perf_counter() - exchanged - blocked_s
         exchange_s = exchanged - started - tally.busy_s + blocked_s - waited_s
         rank, asked = trainer.mesh.rank, agreed.asked
-        times = split_times(data_s, compute_s, exchange_s, agreed.busy_s, rank)
-        self._times.append(times._replace(waiting=times.waiting + waited_s))
+        self._times.append(
+            split_times(data_s, compute_s, exchange_s, agreed.busy_s, rank, waited_s)
+        )
         self._busy.append(agreed.busy_s)
-        self._asked = RankRequests(self._asked.stop or asked.stop, self._asked.meet or asked.meet)
+        if asked.stop or asked.meet:
+            before = self._asked
+            self._asked = RankRequests(before.stop or asked.stop, before.meet or asked.meet)
         self._agreed = agreed
         mark = late_mark(trainer.strategy) if agreed.mark is None else agreed.mark
         shown = None if agreed.norm is None else norm
@@ -250,14 +253,14 @@ class StepAttempt:
     ) -> MadeStep:
         trainer, batch = self._trainer, self._batch
         loaded = phases[-1].num_samples
-        busy_s = [sum(of_rank) for of_rank in zip(*self._busy, strict=True)]
+        busy_s, times = _added_up(self._busy), _added_up(self._times)
         info = StepInfo(
             trainer.step + 1,
             loss,
             batch.num_samples,
             float(trainer.optimizer.param_groups[0]["lr"]),
             norm_of(phases),
-            Times(*map(sum, zip(*self._times, strict=True))) if self._times else Times(0, 0, 0, 0),
+            Times(*times) if times else Times(0, 0, 0, 0),
             trainer.mesh.bytes_sent - self._sent_before,
             phases[-1].mark,
             0 if loaded is None else batch.num_samples - loaded,
@@ -293,6 +296,13 @@ class _KeptPiece:
     @property
     def is_written(self) -> bool:
         return [tensor._version for tensor in self._tensors] != self._versions
+
+
+def _added_up(by_phase: Sequence[Sequence[float]]) -> Sequence[float]:
+    """Over the phases, of which a plain step has one; empty if there are none."""
+    if len(by_phase) == 1:
+        return by_phase[0]
+    return [sum(of_one) for of_one in zip(*by_phase, strict=True)]
 
 
 def _pieces_in_words(indices: range) -> str:

@@ -303,17 +303,19 @@ class Trainer:
             made = StepAttempt(self).make()
         if made is None:
             return
-        self.progress.step, self.progress.phases = self.step + 1, []  # committed
-        self.progress.evaluations, self._num_heard = [], 0
-        self._is_fresh = self.progress.served < self.step
+        at = self.progress  # not before: another, if the group was lost in the update
+        step = at.step + 1
+        at.step, at.phases = step, []  # committed
+        at.evaluations, self._num_heard = [], 0
+        self._is_fresh = at.served < step
         if self.loop is not None:
             self.loop.keep(self)
-        self.consistency.end(self.step, self.run.meets_after(self.step))
-        faultpoint("step.committed", self.step)
-        self.progress.stopped = made.asked.stop
-        self.progress.pauses = made.asked.meet and self.mesh is made.asked_in
-        self._unseen = self.progress.last_info = made.info
-        if made.busy_s:
+        self.consistency.end(step, self.run.meets_after(step))
+        faultpoint("step.committed", step)
+        at.stopped = made.asked.stop
+        at.pauses = made.asked.meet and self.mesh is made.asked_in
+        self._unseen = at.last_info = made.info
+        if made.busy_s and self.mesh.data.num_ranks > 1:
             rebalance(self, made.busy_s)
 
     def _leave(self) -> None:
