@@ -1,0 +1,56 @@
+"""Models by hand that were written to break plans train what one process would, or are refused in
+a sentence."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+UNSEEN = str(Path(__file__).with_name("unseen.py"))
+MODELS = ("coded", "hyper", "forces", "again", "experts", "graphs", "masked", "methods")
+PLANS = (
+    "data=2 accumulate=2",
+    "data=2 zero=1",
+    "data=2 zero=3",
+    "tensor=2",
+    "pipeline=2",
+    "pipeline=2 schedule=zbv",
+    "data=2 sync=server",
+    "data=2 local_steps=2",
+)
+GRADIENT = "takes a gradient"
+REFUSED = {
+    ("experts", "pipeline=2"): "nonzero (event 7) differs from one batch to the next",
+    ("experts", "pipeline=2 schedule=zbv"): "differs from one batch to the next",
+    ("masked", "pipeline=2 schedule=zbv"): "so that no rank holds all of its parameters",
+    ("forces", "data=2 zero=3"): GRADIENT,
+    ("forces", "tensor=2"): GRADIENT,
+    ("forces", "pipeline=2"): "it takes a gradient of its own",
+    ("forces", "pipeline=2 schedule=zbv"): "it takes a gradient of its own",
+    ("again", "tensor=2"): "torch.utils.checkpoint",
+    ("again", "pipeline=2"): "The backward changes the buffer running_mean of BatchNorm1d",
+    ("again", "pipeline=2 schedule=zbv"): "The backward changes the buffer running_mean",
+}
+QUICK = {  # each was wrong, or ended in a traceback or another's sentence
+    ("coded", "pipeline=2 schedule=zbv"),
+    ("hyper", "data=2 zero=3"),
+    ("forces", "data=2 zero=3"),
+    ("again", "pipeline=2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        pytest.param(model, plan, marks=() if (model, plan) in QUICK else pytest.mark.full)
+        for model in MODELS
+        for plan in PLANS
+    ],
+)
+def test_a_model_under_a_plan(verify: Any, model: str, plan: str) -> None:
+    found = verify(f"{UNSEEN}:{model}", plan, steps=3)
+    if refusal := REFUSED.get((model, plan)):
+        assert found.exit_code == 2 and refusal in found.errors, found.errors
+        return
+    assert found.exit_code == 0, found.errors
+    assert found.verdict["verdict"] in ("SAME", "WITHIN ROUNDING")
