@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 
 UNSEEN = str(Path(__file__).with_name("unseen.py"))
-MODELS = ("coded", "hyper", "forces", "again", "experts", "graphs", "masked", "methods")
+MODELS = (
+    "coded",
+    "hyper",
+    "forces",
+    "tangent",
+    "warped",
+    "again",
+    "experts",
+    "graphs",
+    "masked",
+    "methods",
+)
 PLANS = (
     "data=2 accumulate=2",
     "data=2 zero=1",
@@ -27,6 +38,9 @@ REFUSED = {
     ("forces", "tensor=2"): GRADIENT,
     ("forces", "pipeline=2"): "it takes a gradient of its own",
     ("forces", "pipeline=2 schedule=zbv"): "it takes a gradient of its own",
+    ("tangent", "tensor=2"): "torch.func runs what computes with it",
+    ("tangent", "pipeline=2"): "it runs inner inside of torch.func",
+    ("tangent", "pipeline=2 schedule=zbv"): "it runs inner inside of torch.func",
     ("again", "tensor=2"): "torch.utils.checkpoint",
     ("again", "pipeline=2"): "The backward changes the buffer running_mean of BatchNorm1d",
     ("again", "pipeline=2 schedule=zbv"): "The backward changes the buffer running_mean",
@@ -35,6 +49,9 @@ QUICK = {  # each was wrong, or ended in a traceback or another's sentence
     ("coded", "pipeline=2 schedule=zbv"),
     ("hyper", "data=2 zero=3"),
     ("forces", "data=2 zero=3"),
+    ("tangent", "data=2 zero=3"),
+    ("tangent", "pipeline=2"),
+    ("warped", "pipeline=2 schedule=zbv"),
     ("again", "pipeline=2"),
 }
 

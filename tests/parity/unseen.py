@@ -117,6 +117,43 @@ def forces() -> shoal.Run:
     return run_of(Forces, F.mse_loss, normal(WIDTH), normal(WIDTH + 1, seed=9))
 
 
+class Tangent(nn.Module):
+    """A layer and its derivative in one direction, by torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, KINDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, along = torch.func.jvp(self.inner, (x,), (torch.ones_like(x),))
+        return out + along
+
+
+def tangent() -> shoal.Run:
+    return run_of(Tangent, F.cross_entropy, normal(WIDTH))
+
+
+class Warped(nn.Module):
+    """Turned images, with channels last on the way: gradients lie otherwise than weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.first, self.last = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1)
+        self.norm, self.deep = nn.LayerNorm(16), nn.Conv2d(16, 16, 3, padding=1, groups=16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        upright = torch.tensor([1.0, 0, 0, 0, 1.0, 0])
+        grid = F.affine_grid((self.turn(x) * 0.1 + upright).view(-1, 2, 3), list(x.shape))
+        h = self.first(F.grid_sample(x, grid)).permute(0, 2, 3, 1)
+        h = F.hardswish(self.deep(self.norm(h).permute(0, 3, 1, 2)))
+        return F.avg_pool2d(self.last(F.pixel_shuffle(h, 2)), 2)
+
+
+def warped() -> shoal.Run:
+    return run_of(Warped, F.mse_loss, normal(3, 8, 8), normal(3, 8, 8, seed=9))
+
+
 class Again(nn.Module):
     """Computes a layer with BatchNorm again in backward, by itself."""
 

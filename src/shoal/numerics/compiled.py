@@ -1,13 +1,15 @@
-"""Modules that are compiled with torch.compile.
+"""Modules that are compiled with torch.compile, and code that torch.func transforms.
 
-Inside of one runs a graph of torch's: hooks on its submodules may be traced or skipped, so Shoal
-sets none there. It counts as one block, whatever it consists of.
+Inside of a compiled one runs a graph of torch's: hooks on its submodules may be traced or skipped,
+so Shoal sets none there. It counts as one block, whatever it consists of. Inside of a transform
+(torch.func.jvp, vmap, grad) tensors stand for others, without memory of their own.
 """
 
 import sys
 from collections.abc import Iterator
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -17,6 +19,18 @@ def is_compiled(module: nn.Module) -> bool:
         return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # loaded with the first compilation
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func runs this."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """What a tensor of a transform stands for; others are that themselves."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def compiled_in(model: nn.Module) -> Iterator[str]:

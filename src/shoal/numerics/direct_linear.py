@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from shoal.numerics.compiled import is_transformed
+
 LEAST_ELEMENTS = 1 << 16  # of a weight: below, the copy is cheaper than Python
 
 
@@ -107,7 +109,7 @@ def _is_special(x: Any, layer: nn.Linear) -> bool:
         or not x.numel()
         or not torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or is_transformed()
     )
 
 

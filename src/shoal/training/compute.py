@@ -29,7 +29,11 @@ from shoal.sync.allreduce import is_summed
 from shoal.sync.choose import wait_for_parameters
 from shoal.sync.strategy import LocalStep, Strategy
 from shoal.training.custom_step import PLAIN, Phase, refuse_independent
-from shoal.training.diagnostics import refuse_late_writes, watch_first_piece
+from shoal.training.diagnostics import (
+    copy_small_buffers,
+    refuse_late_writes,
+    watch_first_piece,
+)
 from shoal.training.run import Objective, Run, objective, objective_of
 
 _AS_IT_IS: AbstractContextManager[AbstractContextManager[None]] = nullcontext(nullcontext())
@@ -203,12 +207,12 @@ class _PiecesInPipeline(PipelineHooks):
     def back(self, microbatch: int) -> None:
         self.runner.seeds.at(self._step, self._indices[microbatch])
         if PLAIN.name not in self.runner.watched:
-            self.buffers.restore()
+            self._before = copy_small_buffers(self.runner.model)
 
     def computed(self, stage: int, microbatch: int) -> None:
         """Keep the pieces' gradients apart, to be added in the tree's order."""
         if PLAIN.name not in self.runner.watched:
-            refuse_late_writes(self.buffers)
+            refuse_late_writes(self._before)
         if self.runner.plan.sums != "exact":
             return
         parameters = self._parameters[stage]

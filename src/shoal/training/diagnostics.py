@@ -24,10 +24,10 @@ from shoal.data.ledger import mark_samples
 from shoal.data.sources import Source, stream_of
 from shoal.data.split import shares
 from shoal.errors import NotFinite, PlanError, RecipeError
-from shoal.numerics.compiled import compiled_in
+from shoal.numerics.buffers import LARGE
+from shoal.numerics.compiled import compiled_in, is_transformed
 from shoal.numerics.reserved import ReservedParameter, touched_rows
 from shoal.plans.plan import Plan
-from shoal.sync.buffers import BufferMeans
 from shoal.sync.digests import DigestReader, is_readable
 from shoal.sync.server.combining import combine_losses
 from shoal.sync.strategy import GlobalStep
@@ -183,6 +183,8 @@ def refuse_writes(model: nn.Module, plan: Plan, looks_inside: bool = True) -> It
     noted: dict[tuple[nn.Module, str, bool], NotedParameter] = {}
 
     def note(module: nn.Module, *_: Any) -> None:
+        if is_transformed():
+            return
         with torch._C.DisableTorchFunction():
             for place, p in _parameters_in(module):
                 known = noted.get(place)
@@ -190,6 +192,8 @@ def refuse_writes(model: nn.Module, plan: Plan, looks_inside: bool = True) -> It
                     noted[place] = NotedParameter.of(p, looks_inside)
 
     def check(module: nn.Module, *_: Any) -> None:
+        if is_transformed():
+            return
         with torch._C.DisableTorchFunction():
             for (inner, name, is_shard), known in noted.items():
                 now = inner._parameters[name]
@@ -219,11 +223,22 @@ def refuse_writes(model: nn.Module, plan: Plan, looks_inside: bool = True) -> It
     check(model)
 
 
-def refuse_late_writes(buffers: BufferMeans) -> None:
+def copy_small_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """By module and name; the large ones are constants."""
+    return [
+        (module, name, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel() <= LARGE and buffer.layout == torch.strided
+    ]
+
+
+def refuse_late_writes(before: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
     """After a stage's backward: refuse one that wrote to buffers, which are put away by then."""
-    for module, name, held in buffers.values(at_rest=False):
-        now = module._buffers[name]
-        if now is not None and ((now != held) & ((now == now) | (held == held))).any():
+    for module, name, held in before:
+        now = module.get_buffer(name)
+        same = torch.isclose(now, held, rtol=0.0, atol=0.0, equal_nan=True)
+        if not same.all():
             raise PlanError(
                 f"The backward changes the buffer {name} of {type(module).__name__}: what changes "
                 "it is computed again (torch.utils.checkpoint), and a stage takes its buffers "

@@ -234,6 +234,11 @@ class Run:
                     f"{name} has no shape yet: its module is a lazy one. Let Run.model call the "
                     "model once on an example, or give the sizes."
                 )
+            if value.layout != torch.strided:
+                raise RecipeError(
+                    f"{name} is a sparse tensor, which ranks can neither compare nor save. Keep "
+                    "its indices and values as buffers and make it in the forward, or keep it dense."
+                )
         if not any(p.requires_grad for p in model.parameters()):
             raise RecipeError("The model has no parameter that requires a gradient.")
         return model

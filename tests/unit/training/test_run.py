@@ -274,6 +274,16 @@ def test_a_custom_step_is_evaluated_by_metrics_alone() -> None:
             trainer.evaluate(held_out)
 
 
+def test_a_sparse_buffer_is_refused() -> None:
+    def model() -> nn.Module:
+        made = nn.Linear(2, 2)
+        made.register_buffer("adjacency", torch.eye(2).to_sparse(), persistent=False)
+        return made
+
+    with pytest.raises(RecipeError, match="^adjacency is a sparse tensor, which ranks can neither"):
+        with_step(model=model).make_model()
+
+
 def test_a_lazy_module_is_called_before_the_model_is_given() -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
+from shoal.numerics.compiled import is_transformed, untransformed
+
 TAG = "_shoal_value"
 # Ask for a tensor's form, not for its numbers.
 _FORM = frozenset(
@@ -204,6 +206,8 @@ class CallObserver(TorchFunctionMode, ABC):
         return tag if tag is not None and tag.forward is self.forward else None
 
     def is_computed(self, tensor: Tensor) -> bool:
+        if is_transformed():
+            tensor = untransformed(tensor)
         return self.tag(tensor) is not None or isinstance(tensor, nn.Parameter)
 
     def touches_computed(self, items: Iterable[Any]) -> bool:

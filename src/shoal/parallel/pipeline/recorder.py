@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
 from shoal.numerics.buffers import PieceBuffers
+from shoal.numerics.compiled import is_transformed
 from shoal.numerics.randomness import PieceSeeds, generator_of
 from shoal.numerics.storage_address import storage_address
 from shoal.parallel.pipeline.calls import (
@@ -155,6 +156,8 @@ class _Recorder(CallObserver):
                 self.open_now.pop()
         module = self.interceptor.model.get_submodule(name)
         owns = any(True for _ in module.parameters())  # asked so by a stage too
+        if owns:
+            self._refuse_transform(name)
 
         def note(*args: Any, **kwargs: Any) -> Any:
             if name in self.drawing or owns or self.numbers_in((args, kwargs)):
@@ -169,10 +172,15 @@ class _Recorder(CallObserver):
     ) -> Any:
         if name == "__set__ data":
             raise CannotRecord(self.open_now[-1], "it assigns to .data of a computed tensor")
+        self._refuse_transform(name)
         if call is torch.autograd.grad or call is Tensor.backward:  # a gradient penalty, say
             raise CannotRecord(self.open_now[-1], f"it takes a gradient of its own ({name})")
         parameters = self._of_model(leaves((args, kwargs), []))
         return self._note(name, None, parameters, call, args, kwargs)
+
+    def _refuse_transform(self, name: str) -> None:
+        if is_transformed():  # what stands for a value there cannot be sent
+            raise CannotRecord(self.open_now[-1], f"it runs {name} inside of torch.func")
 
     def raw(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

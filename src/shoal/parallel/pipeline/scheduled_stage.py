@@ -182,6 +182,9 @@ class ScheduledStage:
         if ends:
             edges, gradients = zip(*ends, strict=True)
             torch.autograd.backward(edges, gradients, retain_graph=True)
+        for p in self.parameters:
+            if p.grad is not None and not _lies_as(p.grad, p):
+                p.grad = torch.empty_like(p).copy_(p.grad)
         self.round.hooks.computed(self.spec.index, number)
 
     def _received(self, microbatch: int) -> list[Tensor]:
@@ -274,6 +277,12 @@ def _leads_to(node: Node, ends: Container[Node]) -> bool:
         seen |= following
         waiting += following
     return False
+
+
+def _lies_as(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether its elements follow each other in memory as the parameter's do. Optimizers count on
+    it, a backward that adds to p.grad sees to it, and torch's split one does not."""
+    return gradient.layout != torch.strided or gradient.stride() == parameter.stride()
 
 
 def forms_of(tape: Tape, numbers: Sequence[int]) -> list[TensorForm]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.collectives import Group
 from shoal.errors import PlanError, found_in
+from shoal.numerics.compiled import is_transformed
 from shoal.parallel.layout import Cut
 from shoal.parallel.tensor.forward import DECOMPOSED, PART_RULES, CutForward, follow_rule
 from shoal.parallel.tensor.matmul_rules import MATRIX_RULES
@@ -223,6 +224,8 @@ class Probe(CutForward):
         self.region.new = set()
         try:
             result = self._try(func, args, kwargs, bool(parts))
+            if (parts or self.region.new) and is_transformed():
+                raise CannotCut("torch.func runs what computes with it")
         except CannotCut as refused:
             if not hasattr(refused, "blame"):
                 refused.blame = origin | self.region.new  # type: ignore[attr-defined]
