@@ -13,6 +13,7 @@ MODELS = (
     "forces",
     "tangent",
     "warped",
+    "halved",
     "again",
     "experts",
     "graphs",
@@ -41,6 +42,7 @@ REFUSED = {
     ("tangent", "tensor=2"): "torch.func runs what computes with it",
     ("tangent", "pipeline=2"): "it runs inner inside of torch.func",
     ("tangent", "pipeline=2 schedule=zbv"): "it runs inner inside of torch.func",
+    ("halved", "data=2 zero=3"): "has a hook of its own, which zero=3 would lose",
     ("again", "tensor=2"): "torch.utils.checkpoint",
     ("again", "pipeline=2"): "The backward changes the buffer running_mean of BatchNorm1d",
     ("again", "pipeline=2 schedule=zbv"): "The backward changes the buffer running_mean",
@@ -52,6 +54,7 @@ QUICK = {  # each was wrong, or ended in a traceback or another's sentence
     ("tangent", "data=2 zero=3"),
     ("tangent", "pipeline=2"),
     ("warped", "pipeline=2 schedule=zbv"),
+    ("halved", "pipeline=2 schedule=zbv"),
     ("again", "pipeline=2"),
 }
 

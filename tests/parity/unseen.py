@@ -154,6 +154,30 @@ def warped() -> shoal.Run:
     return run_of(Warped, F.mse_loss, normal(3, 8, 8), normal(3, 8, 8, seed=9))
 
 
+class Halved(nn.Module):
+    """Each gradient is changed once it is there, by a hook of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = layers(6), nn.Linear(WIDTH, KINDS)
+        for p in self.parameters():
+            p.register_post_accumulate_grad_hook(self._halve)
+
+    @staticmethod
+    def _halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad *= 0.5
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def halved() -> shoal.Run:
+    return run_of(Halved, F.cross_entropy, normal(WIDTH))
+
+
 class Again(nn.Module):
     """Computes a layer with BatchNorm again in backward, by itself."""
 

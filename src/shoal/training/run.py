@@ -237,7 +237,7 @@ class Run:
             if value.layout != torch.strided:
                 raise RecipeError(
                     f"{name} is a sparse tensor, which ranks can neither compare nor save. Keep "
-                    "its indices and values as buffers and make it in the forward, or keep it dense."
+                    "its indices and values and make it in the forward, or keep it dense."
                 )
         if not any(p.requires_grad for p in model.parameters()):
             raise RecipeError("The model has no parameter that requires a gradient.")

@@ -280,7 +280,7 @@ def test_a_sparse_buffer_is_refused() -> None:
         made.register_buffer("adjacency", torch.eye(2).to_sparse(), persistent=False)
         return made
 
-    with pytest.raises(RecipeError, match="^adjacency is a sparse tensor, which ranks can neither"):
+    with pytest.raises(RecipeError, match=r"^adjacency is a sparse tensor"):
         with_step(model=model).make_model()
 
 

@@ -6,7 +6,7 @@ that a backward ends there. The loss is part of the last stage's forward, so tha
 anything. What a microbatch keeps is let go with its backward.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward_input
+from torch.utils.hooks import RemovableHandle
 
 from shoal.events.tracing import TRACER
 from shoal.parallel.pipeline.cuts import StagePlan
@@ -176,15 +177,11 @@ class ScheduledStage:
         number = self.round.first + microbatch
         self.round.hooks.back(number)
         groups, ends = self._for_later.pop(microbatch)
-        # A parameter that is used twice leads through what other groups still need; what is
-        # retained goes with the last reference to the graph, which is here.
-        stage_backward_weight(iter(self.parameters), groups, retain_graph=True)
+        for group in groups:
+            _backward_of_group(**group)
         if ends:
             edges, gradients = zip(*ends, strict=True)
             torch.autograd.backward(edges, gradients, retain_graph=True)
-        for p in self.parameters:
-            if p.grad is not None and not _lies_as(p.grad, p):
-                p.grad = torch.empty_like(p).copy_(p.grad)
         self.round.hooks.computed(self.spec.index, number)
 
     def _received(self, microbatch: int) -> list[Tensor]:
@@ -279,10 +276,42 @@ def _leads_to(node: Node, ends: Container[Node]) -> bool:
     return False
 
 
-def _lies_as(gradient: Tensor, parameter: Tensor) -> bool:
-    """Whether its elements follow each other in memory as the parameter's do. Optimizers count on
-    it, a backward that adds to p.grad sees to it, and torch's split one does not."""
-    return gradient.layout != torch.strided or gradient.stride() == parameter.stride()
+def _backward_of_group(
+    params: Collection[Any],
+    intermediates: Sequence[Node],
+    grads: Sequence[Sequence[Tensor | None] | None] = (),
+) -> None:
+    """The weights' part for some that share where they join what hangs on the stage's inputs.
+
+    torch's own sets p.grad without autograd: hooks of the user's own would not run, and a gradient
+    might lie in memory as a convolution left it, which fused optimizers read wrongly. A weight that
+    is used twice leads through what other groups still need; what is retained goes with the last
+    reference to the graph.
+    """
+    reached = [(node, given) for node, given in zip(intermediates, grads) if given is not None]
+    starts = [
+        (GradientEdge(node, place), gradient)
+        for node, given in reached
+        for place, gradient in enumerate(given)
+        if gradient is not None
+    ]
+    if not starts:  # the gradient of what it leads to is not asked for
+        return
+    handles: list[RemovableHandle] = []
+    if len(reached) > 1:  # one may lead to another, which is given its gradient already
+        for node, given in reached:
+            handles.append(node.register_prehook(partial(_as_given, tuple(given))))
+    try:
+        edges, gradients = zip(*starts, strict=True)
+        weights = [node.variable for node in params]
+        torch.autograd.backward(edges, gradients, retain_graph=True, inputs=weights)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _as_given(given: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    return given
 
 
 def forms_of(tape: Tape, numbers: Sequence[int]) -> list[TensorForm]:
