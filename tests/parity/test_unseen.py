@@ -19,6 +19,7 @@ MODELS = (
     "graphs",
     "masked",
     "methods",
+    "scripted",
 )
 PLANS = (
     "data=2 accumulate=2",
@@ -47,11 +48,17 @@ REFUSED = {
     ("again", "pipeline=2"): "The backward changes the buffer running_mean of BatchNorm1d",
     ("again", "pipeline=2 schedule=zbv"): "The backward changes the buffer running_mean",
 }
+REFUSED |= {
+    ("scripted", plan): "is scripted or traced (torch.jit)"
+    for plan in PLANS
+    if "data=2" not in plan or "zero=3" in plan
+}
 QUICK = {  # each was wrong, or ended in a traceback or another's sentence
     ("coded", "pipeline=2 schedule=zbv"),
     ("hyper", "data=2 zero=3"),
     ("forces", "data=2 zero=3"),
     ("tangent", "data=2 zero=3"),
+    ("scripted", "data=2 zero=1"),
     ("tangent", "pipeline=2"),
     ("warped", "pipeline=2 schedule=zbv"),
     ("halved", "pipeline=2 schedule=zbv"),

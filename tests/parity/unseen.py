@@ -304,3 +304,12 @@ class Methods(nn.Module):
 
 def methods() -> shoal.Run:
     return run_of(Methods, F.cross_entropy, normal(WIDTH))
+
+
+def scripted() -> shoal.Run:
+    """What torch.jit made of a model."""
+
+    def model() -> Any:
+        return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, KINDS)))
+
+    return run_of(model, F.cross_entropy, normal(WIDTH))

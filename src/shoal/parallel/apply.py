@@ -123,7 +123,8 @@ class ParallelModel:
             self._cut_tensors(found.tensor, mesh)
         if plan.zero == 3:
             self._shard_parameters(mesh, found.tensor)
-        swap_parameters(optimizer, partial(self._stand_in, {p: n for n, p in true.items()}))
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        swap_parameters(optimizer, partial(self._stand_in, {p: n for n, p in true.items()}, now))
         retire_replaced(model, true, plan)
 
     def settle(
@@ -205,13 +206,13 @@ class ParallelModel:
             unit.register_forward_pre_hook(lambda module, _: mark_cut_parameters(module))
 
     def _stand_in(
-        self, names: Mapping[nn.Parameter, str], old: nn.Parameter
+        self, names: Mapping[nn.Parameter, str], now: Mapping[str, nn.Parameter], old: nn.Parameter
     ) -> list[ParameterPart] | None:
         """What the optimizer steps on instead of a true parameter."""
         name = names[old]
         if name not in self.owned:
             return []
-        held = self.model.get_parameter(name)
+        held = now[name]
         return None if held is old else [ParameterPart(held, partial(self._take, name))]
 
     def _take(self, name: str, tensor: Tensor) -> Tensor:

@@ -117,6 +117,7 @@ def refuse_unfit(run: Run, plan: Plan, model: nn.Module) -> None:
     _refuse_too_many_fragments(plan, model)
     _refuse_complex(plan, model)
     _refuse_compiled(plan, model)
+    _refuse_own_groups(plan, model)
     _refuse_idle_codec(plan, model)
     _refuse_cut_weights(plan, model)
 
@@ -193,6 +194,7 @@ def _refuse_idle_codec(plan: Plan, model: nn.Module) -> None:
 
 def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
     """What a plan does between the modules of a model would be lost in a compiled graph."""
+    _refuse_scripted(plan, model)
     name = next(compiled_in(model), None)
     unfit = {"tensor": 1, "pipeline": 1, "recompute": "none"}
     for key, usual in unfit.items():
@@ -202,6 +204,29 @@ def _refuse_compiled(plan: Plan, model: nn.Module) -> None:
                 f"{who} (torch.compile), and {key}={getattr(plan, key)} works between the modules "
                 "of a model, which a compiled graph does not show. Compiled models train under "
                 "data and zero. Leave out the compilation, or use such a plan."
+            )
+
+
+def _refuse_scripted(plan: Plan, model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        inside = plan.zero == 3 or plan.cuts_model or plan.recompute != "none"
+        if inside and isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                f"{name or 'The model'} is scripted or traced (torch.jit), and {plan} works inside "
+                "of modules, where such a one cannot be reached. It trains under data, zero=1 and "
+                "zero=2. Leave out torch.jit while the model is trained, or use such a plan."
+            )
+
+
+def _refuse_own_groups(plan: Plan, model: nn.Module) -> None:
+    """What would talk to other ranks by itself, of pieces that they need not have."""
+    for name, module in model.named_modules() if plan.num_ranks > 1 else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise PlanError(
+                f"{name or 'The model'} is a SyncBatchNorm, which takes its statistics over all "
+                "processes by itself. Here each piece of a batch has its own, whatever rank "
+                "computes it, and their mean is kept, so that any number of ranks trains the same. "
+                "Use BatchNorm, with fewer pieces if they are too small for it; or GroupNorm."
             )
 
 

@@ -47,6 +47,26 @@ def test_complex_parameters_are_not_left_apart_nor_halved(key: str) -> None:
         build_model(run, resolved(run, f"data=4 sync=server {key}"))
 
 
+def test_a_norm_that_talks_to_other_ranks_is_refused() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(32, zoo.KINDS), nn.SyncBatchNorm(zoo.KINDS))
+
+    run = dataclasses.replace(zoo.mlp(), model=model)
+    with pytest.raises(PlanError, match=r"^1 is a SyncBatchNorm, which takes its statistics over"):
+        build_model(run, resolved(run, "data=2"))
+    build_model(run, resolved(run, "data=1")).seeds.close()
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=3", "tensor=2", "pipeline=2", "recompute=blocks"])
+def test_a_scripted_model_is_refused_where_its_modules_count(plan: str) -> None:
+    run = dataclasses.replace(
+        zoo.mlp(), model=lambda: torch.jit.trace(nn.Linear(32, zoo.KINDS), torch.ones(2, 32))
+    )
+    with pytest.raises(PlanError, match=r"^The model is scripted or traced \(torch.jit\), and"):
+        build_model(run, resolved(run, plan))
+    build_model(run, resolved(run, "data=2 zero=2")).seeds.close()
+
+
 @pytest.mark.parametrize(
     "plan", ["codec=int8", "zero=1 codec=topk:0.1", "codec=powersgd:8", "codec=auto"]
 )
