@@ -20,6 +20,7 @@ MODELS = (
     "masked",
     "methods",
     "scripted",
+    "called",
 )
 PLANS = (
     "data=2 accumulate=2",
@@ -44,6 +45,8 @@ REFUSED = {
     ("tangent", "pipeline=2"): "it runs inner inside of torch.func",
     ("tangent", "pipeline=2 schedule=zbv"): "it runs inner inside of torch.func",
     ("halved", "data=2 zero=3"): "has a hook of its own, which zero=3 would lose",
+    ("called", "pipeline=2"): "it is called past nn.Module.__call__",
+    ("called", "pipeline=2 schedule=zbv"): "it is called past nn.Module.__call__",
     ("again", "tensor=2"): "torch.utils.checkpoint",
     ("again", "pipeline=2"): "The backward changes the buffer running_mean of BatchNorm1d",
     ("again", "pipeline=2 schedule=zbv"): "The backward changes the buffer running_mean",
@@ -59,6 +62,7 @@ QUICK = {  # each was wrong, or ended in a traceback or another's sentence
     ("forces", "data=2 zero=3"),
     ("tangent", "data=2 zero=3"),
     ("scripted", "data=2 zero=1"),
+    ("called", "pipeline=2"),
     ("tangent", "pipeline=2"),
     ("warped", "pipeline=2 schedule=zbv"),
     ("halved", "pipeline=2 schedule=zbv"),

@@ -313,3 +313,20 @@ def scripted() -> shoal.Run:
         return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, KINDS)))
 
     return run_of(model, F.cross_entropy, normal(WIDTH))
+
+
+class Called(nn.Module):
+    """Replaces what calls a forward, with its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = layers(3), nn.Linear(WIDTH, KINDS)
+
+    def __call__(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def called() -> shoal.Run:
+    return run_of(Called, F.cross_entropy, normal(WIDTH))

@@ -110,6 +110,8 @@ def record_forward(
             seeds.enter(0, 0)
         with recorder.rnn_counted(), recorder.touching(), recorder:
             output = forward()
+        if not seen:
+            raise CannotRecord("", "it is called past nn.Module.__call__, which its class replaces")
         tape.signature = seen[0]
         if recorder.unseen is not None:
             raise recorder.unseen
