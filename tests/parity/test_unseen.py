@@ -45,6 +45,7 @@ REFUSED = {
     ("tangent", "pipeline=2"): "it runs inner inside of torch.func",
     ("tangent", "pipeline=2 schedule=zbv"): "it runs inner inside of torch.func",
     ("halved", "data=2 zero=3"): "has a hook of its own, which zero=3 would lose",
+    ("called", "data=2 zero=3"): "outside of the forward of its block",
     ("called", "pipeline=2"): "it is called past nn.Module.__call__",
     ("called", "pipeline=2 schedule=zbv"): "it is called past nn.Module.__call__",
     ("again", "tensor=2"): "torch.utils.checkpoint",
