@@ -159,7 +159,7 @@ class _Recorder(CallObserver):
         module = self.interceptor.model.get_submodule(name)
         owns = any(True for _ in module.parameters())  # asked so by a stage too
         if owns:
-            self._refuse_transform(name)
+            _refuse_transform(self.open_now[-1], name)
 
         def note(*args: Any, **kwargs: Any) -> Any:
             if name in self.drawing or owns or self.numbers_in((args, kwargs)):
@@ -174,15 +174,11 @@ class _Recorder(CallObserver):
     ) -> Any:
         if name == "__set__ data":
             raise CannotRecord(self.open_now[-1], "it assigns to .data of a computed tensor")
-        self._refuse_transform(name)
+        _refuse_transform(self.open_now[-1], name)
         if call is torch.autograd.grad or call is Tensor.backward:  # a gradient penalty, say
             raise CannotRecord(self.open_now[-1], f"it takes a gradient of its own ({name})")
         parameters = self._of_model(leaves((args, kwargs), []))
         return self._note(name, None, parameters, call, args, kwargs)
-
-    def _refuse_transform(self, name: str) -> None:
-        if is_transformed():  # what stands for a value there cannot be sent
-            raise CannotRecord(self.open_now[-1], f"it runs {name} inside of torch.func")
 
     def raw(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -549,6 +545,11 @@ class _Recorder(CallObserver):
         is_inside = found is not None and found is self.region
         self.region = found
         return is_inside
+
+
+def _refuse_transform(where: str, name: str) -> None:
+    if is_transformed():  # what stands for a value there cannot be sent
+        raise CannotRecord(where, f"it runs {name} inside of torch.func")
 
 
 def _by_address(named: Iterable[tuple[str, Tensor]]) -> dict[int, list[str]]:
