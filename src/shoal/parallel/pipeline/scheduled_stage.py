@@ -162,7 +162,7 @@ class ScheduledStage:
         try:
             found, groups = stage_backward_input(
                 [output for output, _ in hanging],
-                None if self.is_last else [gradient for _, gradient in hanging],
+                None if self.is_last else [g for _, g in hanging],  # type: ignore[misc]  # some None
                 received,
                 iter(self.parameters),
             )
