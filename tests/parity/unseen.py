@@ -178,6 +178,46 @@ def halved() -> shoal.Run:
     return run_of(Halved, F.cross_entropy, normal(WIDTH))
 
 
+class Against(nn.Module):
+    """Two heads, one of which pushes what is before it the other way, by a hook on the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 32))
+        self.head, self.other = nn.Linear(32, KINDS), nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+        self.other.register_full_backward_hook(self._turn)
+
+    @staticmethod
+    def _turn(module: nn.Module, given: Any, _: Any) -> Any:
+        return tuple(-0.5 * gradient for gradient in given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return self.head(x) + self.head(self.other(x))
+
+
+def against() -> shoal.Run:
+    return run_of(Against, F.cross_entropy, normal(WIDTH))
+
+
+class Empty(nn.Module):
+    """With a parameter that has no elements, and one without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = layers(3), nn.Linear(WIDTH, KINDS)
+        self.none, self.scale = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale + self.none.sum()
+
+
+def empty() -> shoal.Run:
+    return run_of(Empty, F.cross_entropy, normal(WIDTH))
+
+
 class Again(nn.Module):
     """Computes a layer with BatchNorm again in backward, by itself."""
 

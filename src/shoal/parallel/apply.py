@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
+from shoal.errors import PlanError
 from shoal.numerics.optimizers import ParameterPart, swap_parameters
 from shoal.numerics.randomness import PieceSeeds
 from shoal.parallel import fsdp
@@ -81,11 +82,28 @@ def survey(
         stages = split_stages(tape, num_stages, rank_of)
     if plan.tensor > 1:
         tensor = find_cuts(model, forwards, plan.tensor, overrides)
+        _refuse_hooks_of_cut(model, plan, tensor)
     if plan.zero == 3:
         fsdp.refuse_mixed(
             model, _units(model, {name for name, _ in model.named_parameters()}, tensor, stages)
         )
     return Survey(tensor, stages, recompute_context)
+
+
+def _refuse_hooks_of_cut(model: nn.Module, plan: Plan, found: TensorPlan) -> None:
+    """Parts take the place of parameters and of what goes through modules, without their hooks."""
+    hooked = {f"The parameter {n}" for n, p in model.named_parameters() if fsdp.has_hooks(p)}
+    hooked &= {f"The parameter {name}" for name in found.cuts}
+    for name in found.crossed:
+        module = model.get_submodule(name)
+        if module._backward_hooks or module._backward_pre_hooks:
+            hooked.add(f"The module {name}".strip())
+    if hooked:
+        raise PlanError(
+            f"{min(hooked)} has a backward hook of its own, and tensor={plan.tensor} cuts it: a "
+            "hook would not be called, or see parts. Leave its matrices whole (cuts of the Run), "
+            "or use data, zero=1, zero=2 or pipeline."
+        )
 
 
 def _units(

@@ -58,11 +58,16 @@ def units(
 def refuse_hooks(model: nn.Module) -> None:
     """FSDP2 puts other parameters in the place of the model's, without their hooks."""
     for name, p in model.named_parameters():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+        if has_hooks(p):
             raise PlanError(
                 f"The parameter {name} has a hook of its own, which zero=3 would lose: it replaces "
                 "parameters by their shards. Use zero=1 or zero=2, or do it in the forward."
             )
+
+
+def has_hooks(p: Tensor) -> bool:
+    """Whether the model has said what to do with a parameter's gradient."""
+    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 def refuse_mixed(model: nn.Module, units: Sequence[nn.Module]) -> None:
@@ -70,7 +75,7 @@ def refuse_mixed(model: nn.Module, units: Sequence[nn.Module]) -> None:
     known: set[nn.Parameter] = set()
     names = {p: name for name, p in model.named_parameters()}
     for unit in units:
-        own = [p for p in unit.parameters() if p.dim() and p.requires_grad and p not in known]
+        own = [p for p in unit.parameters() if _is_sharded(p) and p not in known]
         known.update(own)
         firsts = {p.dtype: names[p] for p in reversed(own)}
         dtypes = [
@@ -95,7 +100,7 @@ def shard_parameters(
     order = _UnitOrder(group, [names[unit] for unit in units])
     for unit in units:
         # Frozen ones, those of other stages among them, cost no gradient and no state.
-        whole = {p for p in unit.parameters() if not p.dim() or not p.requires_grad}
+        whole = {p for p in unit.parameters() if not _is_sharded(p)}
         if any(p not in whole for p in unit.parameters()):
             # What is left with the model itself is needed first again: FSDP2 keeps it gathered.
             let_go = None if unit is model else True
@@ -107,6 +112,11 @@ def shard_parameters(
             unit.set_reduce_scatter_unused_params(True)
             unit.set_custom_all_gather(_CountedGather(group, names[unit], order))
             unit.set_custom_reduce_scatter(_CountedScatter(group, names[unit], order))
+
+
+def _is_sharded(p: nn.Parameter) -> bool:
+    """FSDP2 takes none without dims, and its sums none without elements."""
+    return bool(p.dim() and p.numel() and p.requires_grad)
 
 
 class _UnitOrder:
