@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from socket import gethostname
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -111,7 +112,7 @@ def test_ranks_wait_for_the_first_to_begin(pool: Pool, tmp_path: Path) -> None:
 
 def test_ranks_do_not_wait_for_what_cannot_begin(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(save_in, 2, str(tmp_path), 0.0)
-    assert first == ["", f"{tmp_path}: No space left on device"]
+    assert first == ["", f"rank 0 on {gethostname()}: {tmp_path}: No space left on device"]
     assert second == ["", "rank 0 has given it up"]
 
 
