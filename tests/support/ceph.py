@@ -11,7 +11,6 @@ is. Cost: some 20 s until S3 answers, 500 MB.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -68,8 +67,8 @@ def start_ceph(filesystem: bool = False) -> Iterator[Ceph]:
     with servers._directory("ceph") as directory, ExitStack() as held:
         for folder in ("mon.a", "osd.0", "mds.a", "log", "run"):
             (directory / folder).mkdir()
-        os.environ["CEPH_ARGS"] = f"--conf {directory}/ceph.conf"
-        held.callback(os.environ.pop, "CEPH_ARGS")
+        patched = held.enter_context(pytest.MonkeyPatch.context())  # another may run already
+        patched.setenv("CEPH_ARGS", f"--conf {directory}/ceph.conf")
         held.enter_context(servers._running(_server("mon", directory, _monitor(directory))))
         _wait("the monitor", lambda: _ask("ceph", "-s") is not None)
         _ask("ceph", "osd", "new", str(uuid.uuid4()))
