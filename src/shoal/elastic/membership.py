@@ -148,11 +148,12 @@ class Membership:
             self._advance(step)
 
     def ready(self, member: int, now: float, recovers: bool = True) -> list[Action]:
-        """A member can take a seat. If it cannot be replaced, no member of the run is."""
+        """A member can take a seat. If it cannot be replaced, no member of the run is, unless its
+        group says otherwise (`has_formed`)."""
         if member not in self.members:
             return []
         self.members[member].ready = True
-        if not recovers:
+        if not recovers and not self._held:
             self.recovers = False
         if self._deadline is None and self._wants_group and not self.is_waiting:
             self._deadline = now + self.options.form_timeout_s
@@ -167,9 +168,13 @@ class Membership:
         self._deadline = None  # what follows may load a checkpoint, and has its own limits
         return [AllArrived(generation)]
 
-    def has_formed(self, member: int, generation: int, step: int, now: float) -> list[Action]:
+    def has_formed(
+        self, member: int, generation: int, step: int, now: float, recovers: bool | None = None
+    ) -> list[Action]:
+        """A member works in its group. `recovers` is of the group, if it is known only now."""
         if generation != self.generation or member not in self.seats:
             return []
+        self.recovers = self.recovers if recovers is None else recovers
         self.formed.add(member)
         self._advance(step)
         step = self._formed_at = max(self._formed_at, step)  # a server has none of its own

@@ -112,7 +112,7 @@ _NEEDS = {
     "memory": Requirement(
         lambda plan: plan.may_share,
         "here: only ranks that each train the whole model and agree on every step share memory",
-        "use data=2 or more, without tensor, pipeline, zero, sync, local_steps, codec and offload",
+        "use data=2 or more, without tensor, pipeline, zero=3, sync, local_steps, codec or offload",
     ),
     "codec": Requirement(
         lambda plan: plan.codec == "none" or plan.data != 1 or plan.sync == "server",

@@ -19,6 +19,7 @@ from shoal.comm.collectives import Group, bytes_of_all_reduce
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block, PieceSum
 from shoal.numerics.offload import PART_BYTES
+from shoal.plans.plan import Plan
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.step_metadata import metadata_lengths
 
@@ -202,14 +203,15 @@ def sums_in_round(layout: RankLayout) -> int:
 def sums_in_step(layout: RankLayout, alone: bool) -> int:
     """Those that a step needs; if the rank is `alone`, the last one is the gradient."""
     in_round, rounds = sums_in_round(layout), len(layout.rounds)
-    if rounds == 1 or not sums_by_piece(layout):
+    if rounds == 1 or not sums_by_piece(layout.plan):
         return in_round + (rounds > 1 and layout.plan.packed_codec != "none")
     return in_round + most_sums(rounds) - (alone and not in_round)
 
 
-def sums_by_piece(layout: RankLayout) -> bool:
-    """Whether pieces are added in one order for all numbers of ranks; a codec packs a rank's."""
-    return layout.plan.sums == "exact" and layout.plan.packed_codec == "none"
+def sums_by_piece(plan: Plan) -> bool:
+    """Whether pieces are added in one order for all numbers of ranks. A codec packs a rank's sum;
+    of `zero=2` a rank keeps no more than one."""
+    return plan.sums == "exact" and plan.packed_codec == "none" and plan.zero != 2
 
 
 def most_sums(num_terms: int) -> int:

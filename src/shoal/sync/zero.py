@@ -58,6 +58,7 @@ from shoal.sync.costs import (
     sums_in_step,
 )
 from shoal.sync.gradient_packing import GradientPacking, PackedBucket
+from shoal.sync.host_costs import costs_of_shared
 from shoal.sync.lockstep import LockstepStrategy
 from shoal.sync.norm import SharedNorm
 from shoal.sync.packing_costs import (
@@ -218,6 +219,8 @@ class ZeroSharded(LockstepStrategy):
 
     @staticmethod
     def costs(layout: RankLayout) -> StepCosts:
+        if layout.shares:
+            return costs_of_shared(layout)
         num_stepped = sum(s.length for s in layout.segments)
         return StepCosts(num_stepped, _held(layout), _sent(layout), agreement(layout, apart=True))
 
