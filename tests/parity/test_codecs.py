@@ -21,6 +21,7 @@ UNLIKE = str(Path(__file__).with_name("unlike.py"))
 QUICK = [
     ("data=4 codec=int8 precision=fp16", "mlp"),
     ("data=2 zero=2 accumulate=2 codec=topk:0.05+int8", "mlp"),
+    ("data=4 zero=3 accumulate=2 codec=int4", "mlp"),
     ("data=2 sync=server servers=2 codec=int4", "mlp"),
 ]
 CODECS = ["fp16", "bf16", "int8", "int4", "onebit", "topk:0.02", "topk:0.02+int8", "powersgd:2"]
@@ -29,6 +30,8 @@ PATHS = [
     "data=4 accumulate=2",
     "data=4 zero=1",
     "data=2 zero=2 accumulate=2",
+    "data=4 zero=3",
+    "data=2 zero=3 accumulate=4",
     "data=2 pipeline=2",
     "data=2 sync=server servers=2",
     "data=2 local_steps=3 outer=nesterov",
@@ -60,7 +63,14 @@ def test_every_codec_on_every_path(verify: Any, recipe: str, path: str, codec: s
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plan", ["data=2 codec=topk:0.02", "data=2 zero=1 codec=topk:0.02+int8"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 codec=topk:0.02",
+        "data=2 zero=1 codec=topk:0.02+int8",
+        "data=2 zero=3 codec=topk:0.02",
+    ],
+)
 def test_momentum_is_each_replicas_own(verify: Any, plan: str) -> None:
     """In 60 steps, of which three are the warm-up."""
     check_same(verify(f"{ZOO}:moe", plan, steps=60), 60)
@@ -91,6 +101,6 @@ def freezes(mesh: Mesh, plan: str) -> list[bool]:
     return [not torch.equal(a, b) for a, b in ((seen[1], seen[2]), (seen[2], seen[-1]))]
 
 
-@pytest.mark.parametrize("plan", ["codec=topk:0.05", "zero=1 codec=int4"])
+@pytest.mark.parametrize("plan", ["codec=topk:0.05", "zero=1 codec=int4", "zero=3 codec=int8"])
 def test_what_is_frozen_is_not_stepped_on_by_what_comes_late(pool: Pool, plan: str) -> None:
     assert pool.run(freezes, 2, f"data=2 {plan}") == [[True, False]] * 2

@@ -261,7 +261,9 @@ class _Step:
     def _packing_seconds(self, costs: StepCosts) -> float:
         if self.plan.codec in ("none", AUTO):  # which is foreseen as none
             return 0.0
-        return self.layouts[0].num_trained * self.profile.update_s[1] * PACK_SHARE
+        layout = self.layouts[0]
+        whole = layout.num_replicas if self.plan.zero == 3 else 1  # of which a shard is trained
+        return whole * layout.num_trained * self.profile.update_s[1] * PACK_SHARE
 
     @cached_property
     def servers(self) -> list[StepCosts]:

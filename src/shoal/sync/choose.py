@@ -78,7 +78,7 @@ def _in_lockstep(
     """For the ranks of a run, or of a replica that takes so many pieces."""
     chosen = lockstep_class(plan)
     if chosen is FullySharded:
-        return FullySharded(num_pieces, plan.num_microbatches)
+        return FullySharded(num_pieces, plan.num_microbatches, packing)
     if chosen is ZeroSharded and apart is None:
         scatters = plan.zero == 2
         return ZeroSharded(num_pieces, scatters, plan.num_microbatches, packing, plan.bucket_bytes)

@@ -270,6 +270,12 @@ class RankLayout:
             for unit in self._units()
         ]
 
+    @property
+    def whole_units(self) -> list[list[tuple[int, ModelParameter]]]:
+        """The parameters of each unit of zero=3, with their numbers."""
+        known = {p.name: (index, p) for index, p in enumerate(self.facts.parameters)}
+        return [[known[name] for name in unit] for unit in self._units()]
+
     def _units(self) -> list[list[str]]:
         units = self.facts.units
         return units[self.place.pipeline] if units else []

@@ -66,10 +66,10 @@ class PackedReplicas:
 
     @torch.no_grad()
     def step(self, step: Callable[[], object]) -> None:
-        """Step; under `zero` on parameters that are ahead of what is sent of their changes."""
-        seen = {
-            i: self.parameters[i].detach().clone() for i in (self.kept if self.plan.zero else ())
-        }
+        """Step; under `zero` on parameters that are ahead of what is sent of their changes, unless
+        each rank holds nothing but its shard of them."""
+        shards = self.plan.zero in (1, 2)
+        seen = {i: self.parameters[i].detach().clone() for i in (self.kept if shards else ())}
         for i in seen:
             self.parameters[i].copy_(self.ahead.get(i, seen[i]))
         packed = {self.parameters[i] for i in self.kept} if self.momenta else set()
@@ -105,14 +105,21 @@ class PackedReplicas:
     def _gradients(self, rounds: Sequence[Values], scale: float) -> Values:
         n = self.plan.num_replicas
         own = [[rounds[k] for k in share(r, n, len(rounds))] for r in range(n)]
-        if self.plan.zero != 2:
+        if self.plan.zero < 2:
             return self._sums([_one_by_one(each, len(self.parameters)) for each in own], scale)
         nothing: Values = [None] * len(self.parameters)
         sent = [
             self._sums([each[k] if k < len(each) else nothing for each in own], scale)
             for k in range(max(map(len, own)))
         ]
-        return tree_sum(sent.__getitem__, range(len(sent)))
+        if self.plan.zero == 2:
+            return tree_sum(sent.__getitem__, range(len(sent)))
+        sums = list(_one_by_one(sent, len(self.parameters)))
+        # FSDP2 leaves these whole: each replica adds up its own first.
+        for index in [i for i, p in enumerate(self.parameters) if not p.dim()]:
+            totals = [_one_by_one(each, len(self.parameters))[index] for each in own]
+            sums[index] = self._sum(index, totals, scale)
+        return sums
 
     def _sums(self, replicas: Sequence[Values], scale: float) -> Values:
         return [
