@@ -438,11 +438,12 @@ def _refuse_packed_gradients(plan: "Plan") -> None:
             f"codec={plan.codec} does not go with zero=3 in a pipeline yet, where each microbatch "
             "would be packed by itself. Use zero=1 or zero=2, or leave pipeline or codec out."
         )
-    if plan.tensor > 1:
+    if plan.tensor > 1 and (plan.zero or plan.codec == AUTO or "powersgd" in plan.codec):
+        key = f"zero={plan.zero}" if plan.zero else f"codec={plan.codec}"
         raise PlanError(
-            f"codec={plan.codec} does not go with tensor={plan.tensor} yet: a part of a matrix is "
-            "summed in another order than the whole, which rounding to few bits makes large, so "
-            "shoal verify could not prove it. Leave one of them out."
+            f"{key} does not go with tensor={plan.tensor} and gradients that are packed yet: "
+            "factors, and changes of shards, would be of parts of a tensor. "
+            f"Leave {'zero' if plan.zero else 'tensor'} out, or use codec=int8 or codec=topk:0.01."
         )
 
 

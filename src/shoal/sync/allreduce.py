@@ -270,12 +270,16 @@ class AllReduce(LockstepStrategy):
                 bucket.rows[0].copy_(sum_)
 
     def _with_late(self, touched: list[bool]) -> list[bool]:
-        """With those of which something came that was not sent before. All ranks find the same."""
+        """With those of which something came that was not sent before. All ranks find the same; of
+        parameters that are cut over the tensor axis, each looks at its part."""
         assert self.buckets is not None
         found = touched[:]
         for bucket in self.buckets.buckets:
             for i, view in zip(bucket.indices, bucket.views[0], strict=True):
                 found[i] = touched[i] or bool(view.any())
+        if self.mesh.tensor.num_ranks > 1 and not all(touched):
+            rows = self.mesh.tensor.all_gather_numbers(found)
+            found = [any(own) for own in zip(*rows, strict=True)]
         return found
 
     def _step(self) -> None:

@@ -120,7 +120,9 @@ def agreement(layout: RankLayout, apart: bool) -> list[Message]:
     if layout.facts.clips and apart:
         size = layout.facts.norm_blocks * SINGLE
         sent.append(all_reduce_message("gradient norm", layout.world, [size], layout))
-    if layout.plan.precision == "fp16" and apart:
+    # Of packed gradients too: what is not finite must not stay in what was not sent.
+    checks = layout.plan.precision == "fp16" or layout.plan.packed_codec != "none"
+    if checks and apart:
         size = layout.num_ranks * DOUBLE
         sent.append(all_reduce_message("is it finite", layout.world, [size], layout))
     return [*sent, changed_buffers(layout)]

@@ -5,15 +5,12 @@ Of a codec that sends more in its warm-up, what it sends afterwards. Read next: 
 
 from itertools import pairwise
 
-import torch
-
 from shoal.comm.compression import Codec, Wanted, bytes_wanted, share_bounds
 from shoal.numerics.codecs import TOP_BLOCK, WholeCodec, change_codec, make_codec
 from shoal.numerics.powersgd import matrix_shape
 from shoal.plans.keys import HALF_CODECS
 from shoal.sync.costs import SINGLE, Amount, Message, tree_message
 from shoal.sync.gradient_packing import PackedBucket, aligned_starts
-from shoal.sync.packed_units import PackedUnit
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.rounds import blocks_by_rank
 
@@ -50,7 +47,7 @@ def _packed_shapes(layout: RankLayout) -> list[list[tuple[int, ...]]]:
     """Of the tensors that are packed, by what is sent together."""
     if layout.plan.zero == 3:
         shapes = {i: p.shape for unit in layout.whole_units for i, p in unit}
-        found = [[shapes[t.number] for t in unit.packed] for unit, _ in packed_units(layout)]
+        found = [[shapes[t.number] for t in unit.packed] for unit, _ in layout.packed_units]
         return [own for own in found if own]
     packed = [b for b in layout.packed_buckets if b.starts is not None]
     return [[layout.trained[i].shape for i in bucket.indices] for bucket in packed]
@@ -73,7 +70,7 @@ def packed_unit_messages(layout: RankLayout) -> list[Message]:
     n, pieces, own = layout.num_replicas, len(layout.rounds), layout.place.data
     codec = make_codec("none" if _is_low_rank(layout) else layout.plan.packed_codec)
     packed, others = list[int](), list[int]()
-    for unit, dtype in packed_units(layout):
+    for unit, dtype in layout.packed_units:
         if unit.packed and codec is not None:
             packed.append(_bytes_to_others(codec, unit.wanted(n), own))
         if unit.others:
@@ -83,19 +80,6 @@ def packed_unit_messages(layout: RankLayout) -> list[Message]:
         for what, each in (("packed gradients", packed), ("gradients too small to pack", others))
     ]
     return [*([_factor_message(layout, pieces)] if codec is None else []), *found]
-
-
-def packed_units(layout: RankLayout) -> list[tuple[PackedUnit, torch.dtype]]:
-    """Of `zero=3`, with the dtype of each."""
-    codec, n = layout.plan.packed_codec, layout.num_replicas
-    return [
-        (
-            PackedUnit.of([(i, p.shape, p.dtype.itemsize) for i, p in unit], codec, n),
-            unit[0][1].dtype,
-        )
-        for unit in layout.whole_units
-        if unit
-    ]
 
 
 def _bytes_to_others(codec: Codec | WholeCodec, wanted: Wanted, own: int) -> int:
@@ -148,7 +132,7 @@ def residual_memory(layout: RankLayout, owes: bool = True) -> Amount:
 def _starts(layout: RankLayout) -> list[list[int]]:
     """Of what is packed together."""
     if layout.plan.zero == 3:
-        units = [unit for unit, _ in packed_units(layout) if unit.packed]
+        units = [unit for unit, _ in layout.packed_units if unit.packed]
         return [aligned_starts([t.length for t in unit.packed]) for unit in units]
     if layout.plan.zero:
         return [b.starts for b in layout.flat_buffers if b.is_packed]

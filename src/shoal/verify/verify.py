@@ -31,6 +31,7 @@ from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace, write_atomic
 from shoal.sync.allreduce import AllReduce
 from shoal.sync.choose import num_stepped, served_tables
+from shoal.sync.lockstep import LockstepStrategy
 from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
 from shoal.training.callbacks import has_callbacks
 from shoal.training.run import Run, resolve
@@ -47,6 +48,7 @@ from shoal.verify.compare import (
     step_path,
 )
 from shoal.verify.reference import gradient_key
+from shoal.verify.reference_codec import UNSENT, records_unsent
 from shoal.verify.replay import compare_replay
 
 MOST_LAZY_BYTES = 256 << 20
@@ -207,6 +209,9 @@ class StepRecorder:
         else:
             content |= name_slices("gradient", self._phases or strategy.gradients())
             self._phases = {}
+        packing = strategy.packing if isinstance(strategy, LockstepStrategy) else None
+        if packing is not None and records_unsent(self._trainer.plan):
+            content |= name_slices(UNSENT, packing.state()[0])
         content["answers"] = torch.tensor(self._answers, dtype=torch.float64)
         self._answers = []
         path = step_path(self._directory, info.step, rank)
