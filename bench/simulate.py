@@ -44,7 +44,7 @@ class Scenario(NamedTuple):
 
 SCENARIOS = {
     "balance": Scenario(f"data={NUM_RANKS} pieces=16", 3.0, (0.4, 0.7)),
-    "restart": Scenario(f"data={NUM_RANKS} zero=1", 1.0, (0.37, 0.66), 15),
+    "restart": Scenario(f"data={NUM_RANKS} zero=1 memory=apart", 1.0, (0.37, 0.66), 15),
     "local": Scenario(f"data={NUM_RANKS} local_steps=5", 1.5, (0.5,)),
     "stale": Scenario(f"data={NUM_RANKS} sync=server staleness=2", 2.0),
 }
@@ -148,7 +148,8 @@ class Repairs(NamedTuple):
 
 def measure_repairs(num_steps: int) -> Repairs:
     in_place = train(Scenario(f"data={NUM_RANKS}", kills=(0.5,)), num_steps)
-    restart = train(Scenario(f"data={NUM_RANKS} zero=1", kills=(0.5,), save_every=5), num_steps)
+    plan = f"data={NUM_RANKS} zero=1 memory=apart"
+    restart = train(Scenario(plan, kills=(0.5,), save_every=5), num_steps)
     return Repairs(in_place.pauses[0], restart.pauses[0])
 
 

@@ -117,7 +117,8 @@ def make_loop(
 ) -> PlainLoop | ShoalLoop:
     run = make_run(width)
     if arm == "shoal":
-        zero = f" zero={level}" if level else ""
+        apart = " memory=apart" if level in (1, 2) else ""
+        zero = f" zero={level}{apart}" if level else ""
         return ShoalLoop(run, f"data={NUM_RANKS}{zero}", world, stack, STEPS)
 
     def blocks(model: nn.Module) -> Sequence[nn.Module]:

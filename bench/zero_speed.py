@@ -34,7 +34,8 @@ class Times(msgspec.Struct):
 
 
 def plan(level: int) -> str:
-    return f"data={NUM_RANKS} zero={level}"
+    """Where ranks hold shards alone, as over several hosts."""
+    return f"data={NUM_RANKS} zero={level}{' memory=apart' if level < 3 else ''}"
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:

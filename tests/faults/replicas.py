@@ -35,8 +35,8 @@ class Team:
             kept.append(newcomer)
         for number, replica in enumerate(kept):
             replica.pieces = share(number, num_replicas, self.plan.num_pieces)
-            own = replica.pieces, replica.parameters, replica.optimizer
-            replica.exchange = make_exchange(self.plan, self.run.num_steps(), *own)
+            own = replica.pieces, replica.model, replica.optimizer
+            replica.exchange = make_exchange(self.run, self.plan, *own)
         self.replicas = kept
         if self.plan.has_anchor:
             self._resize_outer()

@@ -69,6 +69,17 @@ def test_a_codec_that_keeps_nothing_loses_nothing(
     check_same(trained, undisturbed_under(plan, "packed"))
 
 
+def test_shards_go_on_from_the_checkpoint_with_what_was_not_sent(
+    start: Callable[..., Any], undisturbed_under: Callable[..., Trained]
+) -> None:
+    plan = "data=3 zero=3 codec=int8"
+    armed = "step.computed:kill:member=1:step=25"
+    settings = {"save_every": 10, "pause": 0.01}
+    trained = start(armed, recipe="packed", plan=plan, **settings).wait()
+    check_same(trained, undisturbed_under(plan, "packed"))
+    assert trained.events("recovered")[0]["step"] in (10, 20)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["data=3 zero=1 codec=topk:0.1", "data=3 sync=server codec=int8"])
 def test_other_plans_go_on(start: Callable[..., Any], plan: str) -> None:

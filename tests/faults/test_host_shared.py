@@ -46,6 +46,52 @@ def test_whoever_stands_in_for_a_dead_rank_may_die_too(start, apart, point: str)
     check_ledger(trained, NUM_STEPS)
 
 
+ZERO = ["data=3 zero=1", "data=3 zero=2"]
+
+
+@pytest.mark.parametrize("plan", ZERO)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(p, marks=[] if p == "update.torn" else [pytest.mark.full]) for p in POINTS],
+)
+def test_under_zero_a_kill_within_an_update_is_made_good_too(
+    start, apart, plan: str, point: str
+) -> None:
+    """There is no checkpoint, and no step is made again."""
+    trained = start(f"{point}:kill:member=1:step=20", plan=plan).wait()
+    check(trained, apart, [1])
+    assert trained.result["steps_again"] <= 1  # it may be on its way to be told
+
+
+@pytest.mark.parametrize("plan", ZERO)
+def test_under_zero_without_the_memory_ranks_shard_and_say_so(start, apart, plan: str) -> None:
+    trained = start("host_state.share:full:member=0", plan=plan).wait()
+    check_same(trained, apart)
+    told = (trained.run_dir / "logs" / "rank-000.log").read_text()
+    assert "Ranks of one host hold parameters of their own: " in told
+
+
+@pytest.mark.parametrize("plan", ["data=3 zero=1", "data=3 zero=1 memory=apart"])
+def test_under_zero_ranks_that_shard_begin_again(start, apart, plan: str) -> None:
+    """What the dead rank held is held by no other, whether that was asked for or not."""
+    armed = ["step.begin:kill:member=1:step=25"]
+    if "apart" not in plan:
+        armed.append("host_state.share:full:member=0")
+    trained = start(*armed, plan=plan, save_every=10, pause=0.01).wait()
+    check_same(trained, apart)
+    (recovered,) = trained.events("recovered")
+    assert recovered["step"] in (10, 20)  # what was being written may be lost
+    before, after = trained.pids()
+    assert not {*before.values()} & {*after.values()}
+
+
+def test_under_zero_a_group_that_finds_no_memory_again_goes_on(start, apart) -> None:
+    """Each rank holds all then, since a newcomer could not take a shard's state from any."""
+    armed = ["update.torn:kill:member=0:step=20", "host_state.share:full:member=3"]
+    trained = start(*armed, plan="data=3 zero=1").wait()
+    check(trained, apart, [0])
+
+
 def test_without_the_memory_each_rank_holds_its_own_and_says_so(start, apart) -> None:
     trained = start("host_state.share:full:member=0").wait()
     check_same(trained, apart)

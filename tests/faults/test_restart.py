@@ -10,7 +10,8 @@ from tests.support import faults
 from tests.support.faults import Trained, check_ledger, check_same
 
 EVERY = 10
-PLANS = ["data=2 zero=1", "data=2 zero=2", "data=2 zero=3", "tensor=2", "pipeline=2"]
+PLANS = ["data=2 zero=1 memory=apart", "data=2 zero=2 memory=apart", "data=2 zero=3"]
+PLANS += ["tensor=2", "pipeline=2"]
 PLANS += [
     "data=2 local_steps=4",
     "data=2 tensor=2 local_steps=4 outer=nesterov",
@@ -72,7 +73,7 @@ def test_all_go_on_from_the_checkpoint(pool: Pool, tmp_path: Path, plan: str, po
 
 @pytest.mark.full
 def test_without_a_checkpoint_all_begin_again(pool: Pool, tmp_path: Path) -> None:
-    run = Runs(pool, tmp_path, "data=2 zero=1")
+    run = Runs(pool, tmp_path, "data=2 zero=1 memory=apart")
     trained = run("step.begin:kill:member=0:step=15", save_every=None)
     assert trained.exit_code == 0, trained.errors
     check_same(trained, run(save_every=None))
@@ -89,6 +90,6 @@ def test_an_error_of_the_recipe_ends_the_run(pool: Pool, tmp_path: Path) -> None
 @pytest.mark.full
 def test_the_same_step_failing_three_times_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     armed = [f"step.begin:kill:member={member}:step=25" for member in (0, 2, 4, 6)]
-    trained = Runs(pool, tmp_path, "data=2 zero=1")(*armed)
+    trained = Runs(pool, tmp_path, "data=2 zero=1 memory=apart")(*armed)
     assert trained.exit_code == 1
     assert "failed 3 times" in trained.errors

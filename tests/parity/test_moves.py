@@ -169,6 +169,9 @@ def test_to_servers_and_back(
         pytest.param("data=2 codec=int8", "data=4 codec=int8", marks=FULL),
         pytest.param("data=2 codec=int8", "data=2 zero=2 codec=onebit", marks=FULL),
         pytest.param("data=2 codec=int8", "data=2", marks=FULL),
+        pytest.param("data=2 zero=3 codec=int8", "data=2 zero=3 codec=int8", marks=FULL),
+        pytest.param("data=2 zero=3 codec=int8", "data=4 codec=int8", marks=FULL),
+        pytest.param("data=2 zero=1 codec=int8", "data=4 zero=3 codec=int4", marks=FULL),
     ],
 )
 def test_what_packing_has_not_sent_goes_with_a_run(

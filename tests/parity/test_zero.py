@@ -13,6 +13,7 @@ from shoal.training.run import resolve
 from tests.parity.shards import OPTIMIZERS, awkward, train
 
 CLIP = 0.3
+SHARDS = {1: "zero=1 memory=apart", 2: "zero=2 memory=apart", 3: "zero=3"}  # each alone
 BY_ELEMENT = ("AdamW", "SGD", "Adagrad")  # the others look at whole tensors
 
 
@@ -45,12 +46,44 @@ def test_any_optimizer_steps_on_its_shard(pool: Pool, optimizer: str) -> None:
     """Frozen, unused and scalar parameters and two groups are in each of these."""
     (one,) = pool.run(train, 1, optimizer, CLIP, 1.0, "pieces=2")
     for level in (1, 2):
-        ranks = pool.run(train, 2, optimizer, CLIP, 1.0, f"data=2 zero={level}")
+        ranks = pool.run(train, 2, optimizer, CLIP, 1.0, f"data=2 {SHARDS[level]}")
         assert ranks[0]["model"].keys() == one["model"].keys()
         for rank in ranks:
             assert not unlike(rank, one)
         assert sum(rank["state"] for rank in ranks) <= one["state"] + 2 * 20, "step counters aside"
         assert max(rank["state"] for rank in ranks) < one["state"]
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "zero=1 accumulate=2",
+        "zero=2",
+        pytest.param("zero=1 accumulate=3", marks=pytest.mark.full),
+        pytest.param("zero=2 accumulate=2", marks=pytest.mark.full),
+        pytest.param("zero=2 precision=fp16", marks=pytest.mark.full),
+    ],
+)
+def test_on_one_host_ranks_share_what_would_be_sharded(
+    pool: Pool, optimizer: str, plan: str
+) -> None:
+    """Adagrad's kernel takes no runs of elements: there each rank has a shard."""
+    times = int(plan.partition("accumulate=")[2] or 1)
+    keys = plan.partition("accumulate=")[0].partition(" ")[2]
+    (one,) = pool.run(train, 1, optimizer, CLIP, 1.0, f"pieces={2 * times} {keys}")
+    ranks = pool.run(train, 2, optimizer, CLIP, 1.0, f"data=2 {plan}")
+    shards = optimizer == "Adagrad"
+    for rank in ranks:
+        assert not (apart if shards and plan == "zero=2 accumulate=2" else unlike)(rank, one)
+        assert (rank["state"] < one["state"]) == shards
+
+
+@pytest.mark.parametrize("num_pieces", [6, 12])
+def test_many_pieces_are_added_where_all_read_them(pool: Pool, num_pieces: int) -> None:
+    (one,) = pool.run(train, 1, "AdamW", CLIP, 1.0, f"pieces={num_pieces}")
+    ranks = pool.run(train, 2, "AdamW", CLIP, 1.0, f"data=2 zero=2 pieces={num_pieces}")
+    assert not any(apart(rank, one) for rank in ranks)
 
 
 @pytest.mark.parametrize("optimizer", BY_ELEMENT)
@@ -73,7 +106,7 @@ def test_whole_tensors_are_not_cut(optimizer: str, key: str) -> None:
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_accumulating(pool: Pool, level: int) -> None:
     (one,) = pool.run(train, 1, "AdamW", None, 1.0, "pieces=4")
-    for rank in pool.run(train, 2, "AdamW", None, 1.0, f"data=2 zero={level} accumulate=2"):
+    for rank in pool.run(train, 2, "AdamW", None, 1.0, f"data=2 {SHARDS[level]} accumulate=2"):
         assert not (unlike if level == 1 else apart)(rank, one)
 
 
@@ -84,7 +117,7 @@ def test_an_overflow_is_tried_again_by_all(pool: Pool, level: int) -> None:
     (one,) = pool.run(train, 1, "SGD", CLIP, 500.0, plan)
     (small,) = pool.run(train, 1, "SGD", CLIP, 1e-3, plan)
     assert one["loss_scale"] < small["loss_scale"], "there was an overflow"
-    for rank in pool.run(train, 2, "SGD", CLIP, 500.0, f"data=2 zero={level} precision=fp16"):
+    for rank in pool.run(train, 2, "SGD", CLIP, 500.0, f"data=2 {SHARDS[level]} precision=fp16"):
         assert not (unlike(rank, one) if level < 3 else apart(rank, one, rel=5e-3))
 
 
@@ -95,5 +128,7 @@ def test_an_overflow_is_tried_again_by_all(pool: Pool, level: int) -> None:
 )
 def test_more_ranks(pool: Pool, optimizer: str, level: int, num_ranks: int) -> None:
     (one,) = pool.run(train, 1, optimizer, CLIP, 1.0, f"pieces={num_ranks}")
-    for rank in pool.run(train, num_ranks, optimizer, CLIP, 1.0, f"data={num_ranks} zero={level}"):
+    for rank in pool.run(
+        train, num_ranks, optimizer, CLIP, 1.0, f"data={num_ranks} {SHARDS[level]}"
+    ):
         assert not (unlike if level < 3 else apart)(rank, one)

@@ -20,6 +20,10 @@ def host_shared(num_pieces: int) -> AllReduce:
     return AllReduce(num_pieces, apart="")
 
 
+def host_shared_zero_2(num_pieces: int) -> AllReduce:
+    return AllReduce(num_pieces, exact=False, apart="")
+
+
 def ring(num_pieces: int) -> AllReduce:
     return AllReduce(num_pieces, exact=False)
 
@@ -63,6 +67,18 @@ class TestHostShared(StrategyConformance):
     @pytest.fixture
     def factory(self):
         return host_shared
+
+
+class TestHostSharedZero1(TestHostShared):
+    plan = "zero=1 precision=fp16"
+
+
+class TestHostSharedZero2(TestHostShared):
+    parity, plan = "close", "zero=2 precision=fp16"
+
+    @pytest.fixture
+    def factory(self):
+        return host_shared_zero_2
 
 
 class TestRing(StrategyConformance):

@@ -128,7 +128,7 @@ def test_ranks_hold_what_the_plan_says(
 
 
 def test_zero_2_sends_after_every_piece_and_holds_no_whole_gradient() -> None:
-    one, two = under("data=2 zero=1 accumulate=4"), under("data=2 zero=2 accumulate=4")
+    one, two = (under(f"data=2 zero={n} accumulate=4 memory=apart") for n in (1, 2))
     assert two.ranks[0].messages[0].num_bytes == 4 * one.ranks[0].messages[0].num_bytes
     assert "partial sum" in one.ranks[0].memory.extra.formula
     assert "partial sum" not in two.ranks[0].memory.extra.formula

@@ -226,7 +226,15 @@ class GradientBuckets(Generic[Sent]):
         self._num_folded, self._in_flight = 0, 0
         self._missing = [len(b.indices) for b in self.buckets]
         self._arrived: set[int] = set()
-        self.touched = [False] * len(self.parameters)
+        self.touched, self._adds = [False] * len(self.parameters), False
+
+    def add_next(self) -> None:
+        """Send what is left of a piece; the next piece is added to what the rows hold."""
+        self.send_rest()
+        self.fold_rest()
+        touched = self.touched
+        self.begin()
+        self.touched, self._adds = touched, True
 
     def arm(self, pieces: PieceSum | None, early: bool = True) -> None:
         """What comes next is this rank's last: with `early`, one backward pass, during which each
@@ -301,12 +309,12 @@ class GradientBuckets(Generic[Sent]):
             for row, values in enumerate(self._pieces.rows[:last]):
                 bucket.fill(row, values)
             earlier = self._pieces.rows[:last] + self._pieces.levels
-        bucket.fill(last, gradients)
+        (bucket.add if self._adds else bucket.fill)(last, gradients)
         if self._pieces is not None:
             for values in reversed(self._pieces.levels):
                 bucket.add(last, values)
         for i in bucket.indices:
-            self.touched[i] = gradients[i] is not None or any(v[i] is not None for v in earlier)
+            self.touched[i] |= gradients[i] is not None or any(v[i] is not None for v in earlier)
             self.parameters[i].grad = None  # the bucket has it now
         # Which bucket is added up before which one leaves must not depend on arrival either.
         size = sum(row.nbytes for row in bucket.rows)

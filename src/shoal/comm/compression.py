@@ -62,27 +62,46 @@ def share_bounds(num_elements: int, block: int, num_ranks: int) -> list[int]:
     return [min(num_elements, num_blocks * r // num_ranks * block) for r in range(num_ranks + 1)]
 
 
+Wanted = Sequence[Sequence[range]]  # the elements that each rank wants, in whole blocks
+
+
+def shares_of(cuts: Sequence[int]) -> list[list[range]]:
+    """What each rank wants of a vector whose shares begin at these cuts, the last its end."""
+    return [[range(start, stop)] for start, stop in pairwise(cuts)]
+
+
+def bytes_wanted(codec: Codec, wanted: Sequence[range]) -> list[range]:
+    """Where these elements are in what a codec makes of the vector."""
+    return [range(codec.num_bytes(r.start), codec.num_bytes(r.stop)) for r in wanted]
+
+
+def joined(flat: Tensor, ranges: Sequence[range]) -> Tensor:
+    """The elements of some ranges one after another; a view, if they follow one another."""
+    if all(a.stop == b.start for a, b in pairwise(ranges)) and ranges:
+        return flat[ranges[0].start : ranges[-1].stop]
+    return torch.cat([flat[r.start : r.stop] for r in ranges] or [flat[:0]])
+
+
 class CompressedScatter:
     """A pending sum of shares, by a codec whose blocks are separable: each rank decodes its own.
 
-    `cuts` are where the shares begin, and the end, between blocks. All ranks create it, then call
-    `fold`, in the same order. `flat` is consumed: if it `keeps` one, `residual` is what was dropped
-    of it.
+    All ranks create it, then call `fold`, in the same order. `flat` is consumed: if it `keeps` one,
+    `residual` is what was dropped of it. What several ranks want goes to each of them.
     """
 
     def __init__(
-        self, group: Group, codec: Codec, flat: Tensor, cuts: Sequence[int], keeps: bool = True
+        self, group: Group, codec: Codec, flat: Tensor, wanted: Wanted, keeps: bool = True
     ):
         assert codec.is_separable, f"shares of what {codec.name} encodes cannot be decoded"
         self._group, self._codec = group, codec
-        self._length = cuts[group.rank + 1] - cuts[group.rank]
-        self.lengths = [codec.num_bytes(b) - codec.num_bytes(a) for a, b in pairwise(cuts)]
+        self._length = sum(map(len, wanted[group.rank]))
+        spans = [bytes_wanted(codec, own) for own in wanted]
+        self.lengths = [sum(map(len, own)) for own in spans]
         self._own, num_ranks = self.lengths[group.rank], group.num_ranks
         self.encoded = codec.encode(flat)
         self._arrived = self.encoded.new_empty(num_ranks * self._own)
-        self._pending = group.all_to_all(
-            self._arrived, self.encoded, [self._own] * num_ranks, self.lengths
-        )
+        sent = joined(self.encoded, [span for own in spans for span in own])
+        self._pending = group.all_to_all(self._arrived, sent, [self._own] * num_ranks, self.lengths)
         # While it travels.
         self.residual = flat.sub_(codec.decode(self.encoded, flat.numel())) if keeps else None
 
@@ -146,7 +165,8 @@ class CompressedSum:
         self._num_elements, self._divide_by = flat.numel(), divide_by
         own = range(cuts[group.rank], cuts[group.rank + 1])
         self._padding = [_within(own, pad) for pad in padding]
-        self._scatter = CompressedScatter(group, codec, flat, cuts, last_residual is not None)
+        keeps = last_residual is not None
+        self._scatter = CompressedScatter(group, codec, flat, shares_of(cuts), keeps)
         self.residual = self._scatter.residual
         if self.residual is not None:
             zero_ranges(self.residual, padding)
@@ -236,12 +256,12 @@ class LowRankSum:
 class LowRankScatter:
     """The same, of which each rank wants its share alone."""
 
-    def __init__(self, sum_: LowRankSum, share: range):
-        self._sum, self._share = sum_, share
+    def __init__(self, sum_: LowRankSum, wanted: Sequence[range]):
+        self._sum, self._wanted = sum_, wanted
 
     def fold(self) -> Tensor:
         self._sum.fold()
-        return self._sum.finish()[self._share.start : self._share.stop]
+        return joined(self._sum.finish(), self._wanted)
 
     def drain(self, deadline: float) -> None:
         self._sum.drain(deadline)

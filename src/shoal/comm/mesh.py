@@ -202,8 +202,9 @@ class Seat(Protocol):
         """The mesh of the next generation; raises `lost` if none comes."""
         ...
 
-    def formed(self, step: int) -> None:
-        """Say that the new group agrees on the state after `step`."""
+    def formed(self, step: int, recovers: bool | None = None) -> None:
+        """Say that the new group agrees on the state after `step`; `recovers`: whether it can
+        replace a rank that dies, if that is known only now."""
         ...
 
     def stepped(self, info: StepInfo) -> None: ...
@@ -292,7 +293,7 @@ class LauncherSeat:
     def reform(self, lost: GroupLost) -> Mesh:
         raise lost
 
-    def formed(self, step: int) -> None:
+    def formed(self, step: int, recovers: bool | None = None) -> None:
         """There is no supervisor to inform."""
 
     def stepped(self, info: StepInfo) -> None:

@@ -111,7 +111,7 @@ class Explanation(msgspec.Struct, frozen=True):
 
 _SHARED = (
     "Ranks of one host hold parameters and optimizer state once, and each counts its share; no "
-    "gradient is sent. Over several hosts each rank would hold all of it, as with memory=apart."
+    "gradient is sent. Over several hosts each rank would hold its own, as with memory=apart."
 )
 _LAZY = (
     "Rows of a shoal.Table take memory once they are touched: the first batch's are counted, "

@@ -261,7 +261,9 @@ class _Step:
     def _packing_seconds(self, costs: StepCosts) -> float:
         if self.plan.codec in ("none", AUTO):  # which is foreseen as none
             return 0.0
-        return self.layouts[0].num_trained * self.profile.update_s[1] * PACK_SHARE
+        layout = self.layouts[0]
+        whole = layout.num_replicas if self.plan.zero == 3 else 1  # of which a shard is trained
+        return whole * layout.num_trained * self.profile.update_s[1] * PACK_SHARE
 
     @cached_property
     def servers(self) -> list[StepCosts]:
@@ -455,11 +457,15 @@ class _StepMemory:
     def _on_cores(self) -> bool:
         return self._step.cluster.group_of(self._step.places.hosts[0]).device == "core"
 
+    @property
+    def _has_spare(self) -> bool:
+        return can_recover(self._step.plan, shares=self._step.facts.shares)
+
     @cached_property
     def _num_forked(self) -> int:
         """The processes of a host that come from one: its ranks, servers and a spare."""
         most = Counter(self._step.places.hosts).most_common(1)[0][1]
-        return most + can_recover(self._step.plan)
+        return most + self._has_spare
 
     def _left_to_others(self, layout: RankLayout) -> int:
         """Of parameters that are not trained: ranks that hold them whole share one copy."""
@@ -492,9 +498,7 @@ class _StepMemory:
         share = self._step.profile.process.share(self._num_forked)
         for host in held:  # on cores also a spare, and the process that all come from, with a model
             if self._step.cluster.group_of(host).device == "core":
-                held[host] += self._step.profile.parameter_bytes + share * (
-                    1 + can_recover(self._step.plan)
-                )
+                held[host] += self._step.profile.parameter_bytes + share * (1 + self._has_spare)
         host = max(held, key=lambda h: held[h] / self._step.cluster.group_of(h).memory_bytes)
         return self._step.cluster.group_of(host), held[host]
 

@@ -87,6 +87,7 @@ def simulate_plan(profile: Profile, plan: Plan, cluster: Cluster, scenario: Scen
     at = HostRooms(
         slots={host: cluster.group_of(host).devices for host in hosts},
         slowness={host: times for host, times in slowness.items() if times != 1},
+        shares=profile.shares and all(even.group_of(host).device == "core" for host in hosts),
     )
     durations = _durations(profile, plan, even, scenario, times_of(plan))
     return simulate(plan, times_of, at, scenario.conditions, durations)

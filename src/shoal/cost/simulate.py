@@ -53,11 +53,12 @@ class Conditions(msgspec.Struct, frozen=True):
 
 
 class HostRooms(msgspec.Struct, frozen=True):
-    """The hosts that a run may have: ranks that each takes, and how slow its devices are, as
-    times of the predicted seconds."""
+    """The hosts that a run may have: ranks that each takes, how slow its devices are, as times of
+    the predicted seconds, and whether its ranks may hold parameters and state together."""
 
     slots: dict[int, int]
     slowness: dict[int, float] = {}
+    shares: bool = False
 
 
 class Repairs(msgspec.Struct, frozen=True):
@@ -192,7 +193,8 @@ class _SimulatedRun:
         smooth = Conditions(hours=given.hours)
         self.ideal = _Paces(plan, times_of, at, smooth).of(plan, self.hosts)
         self.log = WorkLog(self.ideal.step_s, given.save_every, takes.save)
-        settings = MemberSettings(plan, at.slots, given.spares, given.save_every, takes)
+        saves = given.save_every
+        settings = MemberSettings(plan, at.slots, given.spares, saves, takes, at.shares)
         self.members = SimulatedMembers(settings, self.log, self.paces.of, self.later)
         self.failures, self.num_failures = _Failures(given), 0
         self.end_s = given.hours * 3600

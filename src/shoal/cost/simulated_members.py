@@ -67,6 +67,7 @@ class MemberSettings(msgspec.Struct, frozen=True):
     spares: int
     save_every: int | None
     takes: Durations
+    shares: bool = False  # ranks of one host may hold parameters and state together
 
 
 class SimulatedMembers:
@@ -214,8 +215,12 @@ class SimulatedMembers:
     def _formed(self, generation: int, now: float) -> None:
         assert self._members is not None
         step = self._log.step if self._is_held() else self._log.saved
+        plan, recovers = self._given.plan, None
+        if plan.zero and plan.shares:  # which is known once they have tried
+            hosts = {self._host_of[n] for n in self._members.seats if n is not None}
+            recovers = self._given.shares and len(hosts) == 1
         for member in self._living(self._members.seats):
-            self._act(self._members.has_formed(member, generation, step, now), now)
+            self._act(self._members.has_formed(member, generation, step, now, recovers), now)
 
     def _begin(self, formed: AllFormed, now: float) -> None:
         """The group works; what its members do not hold is made again."""

@@ -56,12 +56,12 @@ def rank_sizes(sizes: ModelSizes, plan: Plan) -> ModelSizes:
     """What a rank of a resolved plan holds of each at the least."""
     cut, shards = plan.tensor * plan.pipeline, plan.num_within
     once = plan.num_replicas if plan.shares else 1  # all hold one copy, on one host at the best
-    optimizer = sizes.optimizer // cut // once // (shards if plan.zero else 1)
+    optimizer = sizes.optimizer // cut // (shards if plan.zero else once)
     if plan.offload != "none" or (plan.sync == "server" and plan.local_steps == 1):
         optimizer = 0
     return ModelSizes(
         parameters=sizes.parameters // cut // once // (shards if plan.zero == 3 else 1),
-        gradients=sizes.gradients // cut // (shards if plan.zero >= 2 else 1),
+        gradients=sizes.gradients // cut // (shards if plan.zero >= 2 and once == 1 else 1),
         optimizer=optimizer,
     )
 

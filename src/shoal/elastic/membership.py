@@ -148,12 +148,11 @@ class Membership:
             self._advance(step)
 
     def ready(self, member: int, now: float, recovers: bool = True) -> list[Action]:
-        """A member can take a seat. If it cannot be replaced, no member of the run is."""
+        """A member can take a seat. Whether it can be replaced, its group may know better."""
         if member not in self.members:
             return []
         self.members[member].ready = True
-        if not recovers:
-            self.recovers = False
+        self.recovers &= recovers or bool(self._held)
         if self._deadline is None and self._wants_group and not self.is_waiting:
             self._deadline = now + self.options.form_timeout_s
         return [*self._fill_seats(now), *self._continue_resize(now)]
@@ -167,9 +166,12 @@ class Membership:
         self._deadline = None  # what follows may load a checkpoint, and has its own limits
         return [AllArrived(generation)]
 
-    def has_formed(self, member: int, generation: int, step: int, now: float) -> list[Action]:
+    def has_formed(
+        self, member: int, generation: int, step: int, now: float, recovers: bool | None = None
+    ) -> list[Action]:
         if generation != self.generation or member not in self.seats:
             return []
+        self.recovers = self.recovers if recovers is None else recovers
         self.formed.add(member)
         self._advance(step)
         step = self._formed_at = max(self._formed_at, step)  # a server has none of its own
@@ -223,8 +225,7 @@ class Membership:
             return []
         if self.recovers or self.options.scripts:
             return self._give_up(cause, exit_code)
-        if self._failed is None:
-            self._failed = GiveUp(cause, exit_code), now
+        self._failed = self._failed or (GiveUp(cause, exit_code), now)
         return []
 
     def done(self, member: int, generation: int) -> list[Action]:
@@ -331,11 +332,10 @@ class Membership:
         """Time passes: find silent members, late ones, and groups broken without a death."""
         if self.over:
             return []
-        actions: list[Action] = []
+        actions, limit_s = list[Action](), self.options.heartbeat_timeout_s
         for number, member in self.members.items():
             silent_s = now - member.last_heard
-            is_silent = silent_s > self.options.heartbeat_timeout_s
-            if member.ready and not member.suspected and is_silent:
+            if member.ready and not member.suspected and silent_s > limit_s:
                 member.suspected = f"was silent for {silent_s:.1f} s and was killed"
                 actions.append(Kill(number))
         if self._deadline is not None and now > self._deadline:
@@ -346,7 +346,7 @@ class Membership:
             return self._give_up(want, RUN_AGAIN)
         # Ranks may see the loss of a host before its silence tells of it.
         is_one = len(self._places.rooms) == 1
-        echo_s = ECHO_S if is_one else ECHO_S + self.options.heartbeat_timeout_s
+        echo_s = ECHO_S if is_one else ECHO_S + limit_s
         if self._failed is not None and now - self._failed[1] > echo_s:
             return self._give_up(*self._failed[0])
         resizes = self._wanted_size is not None and not self._barrier.is_requested

@@ -20,7 +20,7 @@ class FromMember(msgspec.Struct, frozen=True, tag_field="say"):
 
 
 class Ready(FromMember, frozen=True, tag="ready"):
-    """I can take a seat. `recovers`: the plan can replace a rank that dies."""
+    """I can take a seat. `recovers`: the plan can replace a rank that dies, as far as is known."""
 
     pid: int
     recovers: bool = True
@@ -33,10 +33,12 @@ class Arrived(FromMember, frozen=True, tag="arrived"):
 
 
 class Formed(FromMember, frozen=True, tag="formed"):
-    """The group of this generation holds the state after `step`."""
+    """The group of this generation holds the state after `step`. `recovers`: whether a rank of it
+    can be replaced, if that is known only now."""
 
     generation: int
     step: int
+    recovers: bool | None = None
 
 
 class Lost(FromMember, frozen=True, tag="lost"):

@@ -218,10 +218,10 @@ class SupervisedSeat:
         shut_down(self._group_sockets)
         return self._join_next_group(lost)
 
-    def formed(self, step: int) -> None:
+    def formed(self, step: int, recovers: bool | None = None) -> None:
         self._watchdog.beat()
         self.step = step
-        self._send(Formed(self.generation, step))
+        self._send(Formed(self.generation, step, recovers))
 
     def stepped(self, info: StepInfo) -> None:
         self._watchdog.beat()

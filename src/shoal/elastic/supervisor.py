@@ -319,9 +319,8 @@ class Supervisor:
             case Arrived():
                 self._execute(self.members.arrived(member, message.generation))
             case Formed():
-                self._execute(
-                    self.members.has_formed(member, message.generation, message.step, now)
-                )
+                formed = message.generation, message.step, now, message.recovers
+                self._execute(self.members.has_formed(member, *formed))
             case Lost():
                 seat = self._seat_of(member)
                 self._record(LostEvent(rank=seat, server=self._server_of(seat), why=message.why))

@@ -156,6 +156,24 @@ class TopCodec:
         return rows.view(-1)[:num_elements]
 
 
+class WholeCodec:
+    """Sends elements as they are: what is too small to be packed, beside what is."""
+
+    name, is_separable, block, keeps_residual = "none", True, 1, False
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+
+    def num_bytes(self, num_elements: int) -> int:
+        return num_elements * self._dtype.itemsize
+
+    def encode(self, flat: Tensor) -> Tensor:
+        return flat.view(torch.uint8)
+
+    def decode(self, packed: Tensor, num_elements: int) -> Tensor:
+        return packed.view(self._dtype)
+
+
 Codec = HalfPrecisionCodec | BlockCodec | SignCodec | TopCodec
 
 

@@ -13,7 +13,7 @@ a block would take another's parameters for it. `compare_orders` refuses that be
 
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -194,14 +194,19 @@ class _CountedGather(DefaultAllGather):
 
 
 class _CountedScatter(DefaultReduceScatter):
-    """Likewise."""
+    """Likewise; `sum_instead` sums rows of the input in its stead, if there is one."""
+
+    sum_instead: Callable[[Tensor, Tensor], None] | None = None
 
     def __init__(self, counted: Group, unit: str, order: _UnitOrder):
         self._counted, self._unit, self.order = counted, unit, order
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **more: Any) -> Any:
-        self._counted.bytes_sent += output_tensor.nbytes * (self._counted.num_ranks - 1)
         self.order.note(self._unit)
+        if self.sum_instead is not None:
+            self.sum_instead(output_tensor, input_tensor)
+            return None
+        self._counted.bytes_sent += output_tensor.nbytes * (self._counted.num_ranks - 1)
         record = self._counted.begin("reduce-scatter", input_tensor.nbytes, self._unit)
         work = super().__call__(output_tensor, input_tensor, *rest, **more)
         record.end()

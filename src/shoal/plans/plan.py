@@ -163,7 +163,7 @@ class Plan(msgspec.Struct, frozen=True):
     def may_share(self) -> bool:
         """Whether ranks of one host may hold parameters and optimizer state together."""
         agrees = self.sync == "allreduce" and self.local_steps == 1 and self.codec == "none"
-        is_whole = self.tensor == self.pipeline == 1 and self.zero == 0
+        is_whole = self.tensor == self.pipeline == 1 and self.zero < 3
         return agrees and is_whole and self.data != 1 and self.offload == "none"
 
     @property

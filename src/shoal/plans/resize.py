@@ -97,18 +97,19 @@ def size_of(plan: Plan) -> RunSize:
     return RunSize(plan.num_ranks, plan.num_serving)
 
 
-def can_recover(plan: Plan, meets_every: Sequence[int] | None = None) -> bool:
+def can_recover(plan: Plan, meets_every: Sequence[int] | None = None, shares: bool = False) -> bool:
     """Whether a rank's state is also held by another rank or by servers; under local steps, enough
-    of it to repeat the window.
+    of it to repeat the window. `shares`: ranks of one host hold it together where the plan does.
 
-    The latter needs all ranks to meet only at the end of windows: `meets_every` so many steps.
+    Local steps need all ranks to meet only at the end of windows: `meets_every` so many steps.
     """
     if plan.is_loose and plan.num_ranks_apart > 1:
         return False  # the ranks of a replica need one another
     if plan.local_steps > 1 and plan.sync != "server":
         in_windows = meets_every is not None and not any(n % plan.local_steps for n in meets_every)
         return in_windows and plan.fragments == 1 and plan.num_replicas > 1
-    return not plan.zero and plan.tensor == plan.pipeline == 1
+    is_held = not plan.zero or (shares and plan.shares)
+    return is_held and plan.tensor == plan.pipeline == 1
 
 
 def can_resize(plan: Plan) -> bool:

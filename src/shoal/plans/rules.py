@@ -112,7 +112,7 @@ _NEEDS = {
     "memory": Requirement(
         lambda plan: plan.may_share,
         "here: only ranks that each train the whole model and agree on every step share memory",
-        "use data=2 or more, without tensor, pipeline, zero, sync, local_steps, codec and offload",
+        "use data=2 or more, without tensor, pipeline, zero=3, sync, local_steps, codec or offload",
     ),
     "codec": Requirement(
         lambda plan: plan.codec == "none" or plan.data != 1 or plan.sync == "server",
@@ -428,16 +428,22 @@ def _refuse_stale_residuals(plan: "Plan") -> None:
 
 def _refuse_packed_gradients(plan: "Plan") -> None:
     """Where gradients that are packed on every step cannot be followed."""
-    if plan.zero == 3:
+    if plan.zero == 3 and plan.codec == AUTO:
         raise PlanError(
-            f"codec={plan.codec} does not go with zero=3: FSDP2 sums the gradients, and keeps "
-            "nothing of what a packing would drop. Use zero=1 or zero=2, or leave codec out."
+            "codec=auto does not go with zero=3 yet: a model that FSDP2 has cut is not rehearsed "
+            "under several codecs. Name a codec, or use zero=1 or zero=2."
         )
-    if plan.tensor > 1:
+    if plan.zero == 3 and plan.pipeline > 1:
         raise PlanError(
-            f"codec={plan.codec} does not go with tensor={plan.tensor} yet: a part of a matrix is "
-            "summed in another order than the whole, which rounding to few bits makes large, so "
-            "shoal verify could not prove it. Leave one of them out."
+            f"codec={plan.codec} does not go with zero=3 in a pipeline yet, where each microbatch "
+            "would be packed by itself. Use zero=1 or zero=2, or leave pipeline or codec out."
+        )
+    if plan.tensor > 1 and (plan.zero or plan.codec == AUTO or "powersgd" in plan.codec):
+        key = f"zero={plan.zero}" if plan.zero else f"codec={plan.codec}"
+        raise PlanError(
+            f"{key} does not go with tensor={plan.tensor} and gradients that are packed yet: "
+            "factors, and changes of shards, would be of parts of a tensor. "
+            f"Leave {'zero' if plan.zero else 'tensor'} out, or use codec=int8 or codec=topk:0.01."
         )
 
 

@@ -79,6 +79,7 @@ class AllReduce(LockstepStrategy):
         super().__init__(num_pieces, round_size, packing, bucket_bytes)
         self.exact, self._apart, self.keeps = exact, apart, False
         self.host: HostState | None = None
+        self._held_together = False  # in this group or one before
         self._kept: dict[str, list[Slice]] = {}  # gradients of the last update in another group
 
     def attach(
@@ -98,6 +99,7 @@ class AllReduce(LockstepStrategy):
         before, self.host = self.host, None if self._apart is None else self._share(self._apart)
         if self.host is not None:
             self._attach_to_host(self.host)
+            self._held_together = True
         elif before is not None:
             before.give_back()
         if self.host is None and mesh.data.num_ranks > 1:
@@ -147,6 +149,16 @@ class AllReduce(LockstepStrategy):
         if self.host is not None:
             self.host.settle()
 
+    def holds_whole(self) -> bool:
+        """Whether this rank is to hold all parameters and state, if not together with others: as
+        one of this group did, whom none could follow who has a shard. Every rank must call it."""
+        if self.host is None and self.mesh.data.num_ranks > 1:
+            data, sent = self.mesh.data, self.mesh.data.bytes_sent
+            rows = data.all_gather_numbers([self._held_together])
+            data.bytes_sent = sent  # a start is not counted
+            self._held_together = any(row[0] for row in rows)
+        return self._held_together
+
     def keep_gradients(self) -> None:
         """Let `gradients` find them after an update: a copy, where ranks share memory."""
         self.keeps = True
@@ -166,9 +178,9 @@ class AllReduce(LockstepStrategy):
                 self.packing.begin()
             if self.host is not None:
                 self.host.begin()
-        if last and self.host is not None:
+        if self.host is not None and (first if self._adds else last):
             self.host.linears.arm()
-        if last and self.buckets is not None:
+        if (last or self._adds) and self.buckets is not None:
             # In a pipeline a gradient is complete only when the whole round is.
             self.buckets.arm(self.gradient_sum, early=self.round_size == 1)
         self._around.last = last
@@ -216,9 +228,18 @@ class AllReduce(LockstepStrategy):
         memory = memory_of_parts(layout, _held_gradients(layout), extra)
         return StepCosts(layout.num_trained, memory, _sent(layout), agreement(layout, is_cut))
 
+    @property
+    def _adds(self) -> bool:
+        """Whether each piece is added to the one before where all ranks read them."""
+        return self.host is not None and not self.exact
+
     def _end_round(self, last: bool) -> None:
         """Put away what a round computed; the last one's gradients are sent from where they are."""
-        if self.gradient_sum is not None and not (last and self.buckets is not None):
+        if self._adds:
+            if self.host is not None and self.buckets is not None and not last:
+                self.buckets.add_next()
+                self.host.linears.begin()
+        elif self.gradient_sum is not None and not (last and self.buckets is not None):
             self.gradient_sum.push([p.grad for p in self.parameters])
             for p in self.parameters:
                 p.grad = None
@@ -249,12 +270,16 @@ class AllReduce(LockstepStrategy):
                 bucket.rows[0].copy_(sum_)
 
     def _with_late(self, touched: list[bool]) -> list[bool]:
-        """With those of which something came that was not sent before. All ranks find the same."""
+        """With those of which something came that was not sent before. All ranks find the same; of
+        parameters that are cut over the tensor axis, each looks at its part."""
         assert self.buckets is not None
         found = touched[:]
         for bucket in self.buckets.buckets:
             for i, view in zip(bucket.indices, bucket.views[0], strict=True):
                 found[i] = touched[i] or bool(view.any())
+        if self.mesh.tensor.num_ranks > 1 and not all(touched):
+            rows = self.mesh.tensor.all_gather_numbers(found)
+            found = [any(own) for own in zip(*rows, strict=True)]
         return found
 
     def _step(self) -> None:
@@ -285,7 +310,7 @@ class AllReduce(LockstepStrategy):
         why = apart or why or why_apart(held.model, held.optimizer)
         if why:
             if not data.rank:
-                warn_once(f"Each rank holds parameters and optimizer state of its own: {why}.")
+                warn_once(f"Ranks hold no parameters and optimizer state together: {why}.")
             return None
         if self.bucket_bytes != BUCKET_BYTES and not data.rank:
             warn_once(
@@ -351,7 +376,7 @@ def _held_gradients(layout: RankLayout) -> Amount:
     """In buckets, which have a row for each subtree of this rank's rounds."""
     if layout.num_replicas == 1:
         return as_parameters(layout)
-    rows = len(layout.tree[layout.place.data]) if sums_by_piece(layout) else 1
+    rows = len(layout.tree[layout.place.data]) if sums_by_piece(layout.plan) else 1
     words = "buckets" + (f" x {rows} subtrees" if rows > 1 else "")
     return Amount(layout.gradient_bytes * rows, words)
 
@@ -363,7 +388,7 @@ def _held_meanwhile(layout: RankLayout) -> Amount:
     sums = partial_sums(layout, num_sums)
     if layout.num_replicas == 1:
         return added_up(sums)
-    scatters = sums_by_piece(layout) and not any_order(layout.tree)
+    scatters = sums_by_piece(layout.plan) and not any_order(layout.tree)
     rows = len(layout.tree[layout.place.data])
     window = min(WINDOW_BYTES, rows * layout.gradient_bytes) if scatters else 0
     in_flight = Amount(window, "what is under way" if window else "")

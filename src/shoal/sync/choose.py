@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
-from shoal.comm.mesh import NO_REQUESTS, RankRequests
+import torch
+from torch import nn
+
+from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule
-from shoal.parallel.layout import Slice
+from shoal.parallel.layout import LocalLayout, Slice
 from shoal.plans.keys import HALF_CODECS
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
@@ -75,12 +78,44 @@ def _in_lockstep(
     """For the ranks of a run, or of a replica that takes so many pieces."""
     chosen = lockstep_class(plan)
     if chosen is FullySharded:
-        return FullySharded(num_pieces, plan.num_microbatches)
-    if chosen is ZeroSharded:
+        return FullySharded(num_pieces, plan.num_microbatches, packing)
+    if chosen is ZeroSharded and apart is None:
         scatters = plan.zero == 2
         return ZeroSharded(num_pieces, scatters, plan.num_microbatches, packing, plan.bucket_bytes)
-    exact, round_size = plan.sums == "exact", plan.num_microbatches
+    exact, round_size = plan.sums == "exact" and plan.zero != 2, plan.num_microbatches
     return AllReduce(num_pieces, exact, round_size, packing, plan.bucket_bytes, apart)
+
+
+def attach(
+    strategy: Strategy,
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh,
+    holding: LocalLayout,
+) -> Strategy:
+    """Attach a strategy of a plan's, and return it. If ranks that are to hold once what `zero`
+    shards cannot share memory, another is attached and returned, which shards it. Every rank must
+    call it."""
+    strategy.attach(model, optimizer, mesh, holding)
+    if not plan.zero or not isinstance(strategy, AllReduce) or strategy.holds_whole():
+        return strategy
+    strategy.detach()
+    sharded = _in_lockstep(plan, plan.num_pieces)
+    sharded.attach(model, optimizer, mesh, holding)
+    return sharded
+
+
+def num_stepped(strategy: Strategy, optimizer: torch.optim.Optimizer) -> int:
+    """The elements that this rank steps on."""
+    if isinstance(strategy, AllReduce) and strategy.host is not None:
+        return sum(s.length for _, s in strategy.host.own_segments())
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+
+def recovers(strategy: Strategy, plan: Plan) -> bool | None:
+    """Whether a rank that dies can be replaced, if only an attached strategy knows."""
+    return isinstance(strategy, AllReduce) if plan.zero and plan.shares else None
 
 
 def _push_packing(

@@ -19,6 +19,7 @@ from shoal.comm.collectives import Group, bytes_of_all_reduce
 from shoal.comm.reduce import TreeReduce
 from shoal.comm.tree import Block, PieceSum
 from shoal.numerics.offload import PART_BYTES
+from shoal.plans.plan import Plan
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.step_metadata import metadata_lengths
 
@@ -119,7 +120,9 @@ def agreement(layout: RankLayout, apart: bool) -> list[Message]:
     if layout.facts.clips and apart:
         size = layout.facts.norm_blocks * SINGLE
         sent.append(all_reduce_message("gradient norm", layout.world, [size], layout))
-    if layout.plan.precision == "fp16" and apart:
+    # Of packed gradients too: what is not finite must not stay in what was not sent.
+    checks = layout.plan.precision == "fp16" or layout.plan.packed_codec != "none"
+    if checks and apart:
         size = layout.num_ranks * DOUBLE
         sent.append(all_reduce_message("is it finite", layout.world, [size], layout))
     return [*sent, changed_buffers(layout)]
@@ -202,14 +205,15 @@ def sums_in_round(layout: RankLayout) -> int:
 def sums_in_step(layout: RankLayout, alone: bool) -> int:
     """Those that a step needs; if the rank is `alone`, the last one is the gradient."""
     in_round, rounds = sums_in_round(layout), len(layout.rounds)
-    if rounds == 1 or not sums_by_piece(layout):
+    if rounds == 1 or not sums_by_piece(layout.plan):
         return in_round + (rounds > 1 and layout.plan.packed_codec != "none")
     return in_round + most_sums(rounds) - (alone and not in_round)
 
 
-def sums_by_piece(layout: RankLayout) -> bool:
-    """Whether pieces are added in one order for all numbers of ranks; a codec packs a rank's."""
-    return layout.plan.sums == "exact" and layout.plan.packed_codec == "none"
+def sums_by_piece(plan: Plan) -> bool:
+    """Whether pieces are added in one order for all numbers of ranks. A codec packs a rank's sum;
+    of `zero=2` a rank keeps no more than one."""
+    return plan.sums == "exact" and plan.packed_codec == "none" and plan.zero != 2
 
 
 def most_sums(num_terms: int) -> int:

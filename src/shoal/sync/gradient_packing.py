@@ -31,7 +31,9 @@ from shoal.comm.compression import (
     CompressedSum,
     LowRankScatter,
     LowRankSum,
+    Wanted,
     share_bounds,
+    shares_of,
     zero_ranges,
 )
 from shoal.errors import RecipeError
@@ -121,7 +123,8 @@ class BucketState:
         self.bucket, self.starts, self.padding = bucket, bucket.starts, bucket.padding
         self.momenta, self._like = momenta, parameters[0]
         self.shapes = [tuple(p.shape) for p in parameters]
-        self.cuts: list[int] = []
+        self.cuts: list[int] = []  # of its shares, if sums are packed again
+        self.wanted: Wanted = []  # by each rank
         self.kept: _Kept | None = None
         self.staged: tuple[Tensor, Tensor | None] | None = None
         self.sum: CompressedSum | None = None  # that knows what its owner's packing dropped
@@ -129,12 +132,13 @@ class BucketState:
         self.low_rank: LowRankSum | None = None
         self._scale = 1.0  # of what is staged
 
-    def join_group(self, group: Group, cuts: Sequence[int] | None, keeps: bool) -> None:
-        """`cuts` are where its shares begin, if its sums are not packed again."""
+    def join_group(self, group: Group, wanted: Wanted | None, keeps: bool) -> None:
+        """`wanted` is what each rank keeps of its sums, if these are not packed again."""
         length = self.starts[-1]
-        self.cuts = list(cuts or share_bounds(length, TOP_BLOCK, group.num_ranks))
+        self.cuts = share_bounds(length, TOP_BLOCK, group.num_ranks)
         self.share = range(self.cuts[group.rank], self.cuts[group.rank + 1])
-        num_owed = 0 if cuts else len(self.share)
+        self.wanted = wanted or shares_of(self.cuts)
+        num_owed = 0 if wanted else len(self.share)
         if not keeps:
             return
         if self.kept is None:
@@ -241,9 +245,9 @@ class GradientPacking:
         holding: LocalLayout,
         buckets: Sequence[PackedBucket],
         momenta: Mapping[Tensor, Momentum],
-        cuts: Sequence[Sequence[int]] | None = None,
+        wanted: Sequence[Wanted] | None = None,
     ) -> None:
-        """`cuts` of the shards of each bucket, if its sums stay where they are taken."""
+        """`wanted` of each bucket by each rank, if its sums stay where they are taken."""
         self.group, self._named, self._holding = group, named, holding
         self._tree = ranks_tree(group)
         for number, bucket in enumerate(buckets):
@@ -256,8 +260,8 @@ class GradientPacking:
             if self._rank and not self.buckets[number].factors:
                 self.buckets[number].begin_factors(self._rank)
             keeps = bool(self._rank) or self.codec.keeps_residual
-            own_cuts = None if cuts is None else cuts[number]
-            self.buckets[number].join_group(group, own_cuts, keeps)
+            own_wanted = None if wanted is None else wanted[number]
+            self.buckets[number].join_group(group, own_wanted, keeps)
 
     def begin(self) -> None:
         """A new attempt at a step: of an earlier one nothing stays; nor of what is frozen now,
@@ -301,12 +305,13 @@ class GradientPacking:
 
     def scatter(self, number: int, row: Tensor) -> CompressedScatter | LowRankScatter:
         """Begin to sum a bucket's gradients, each shard at its owner."""
+        own, scale = self.buckets[number], self._scale()
         if self._rank:
-            return LowRankScatter(self._sum_factors(number, row), self.buckets[number].share)
-        own, scale, codec = self.buckets[number], self._scale(), self.codec
+            return LowRankScatter(self._sum_factors(number, row), own.wanted[self.group.rank])
+        codec = self.codec
         flat, velocity = own.prepare(row, scale)
         before = None if velocity is None else flat.clone()
-        scatter = CompressedScatter(self.group, codec, flat, own.cuts, own.kept is not None)
+        scatter = CompressedScatter(self.group, codec, flat, own.wanted, own.kept is not None)
         self._refuse_overflow(codec, row, flat)
         if scatter.residual is not None:
             own.stage(scatter.residual, velocity, before, scale)

@@ -11,6 +11,7 @@ from shoal.sync.costs import (
     agreement,
     buffers_held,
     partial_sums,
+    sums_by_piece,
     sums_in_step,
 )
 from shoal.sync.host_state import CHUNK, MemoryLayout
@@ -48,6 +49,6 @@ def memory_of(layout: RankLayout) -> MemoryLayout:
     slots = [sum(kept.dims is None for kept in each) for each in layout.facts.state.values()]
     lengths = [p.num_elements for p in layout.trained]
     blocks = layout.tree
-    if layout.plan.sums == "ring":
+    if not sums_by_piece(layout.plan):
         blocks = layout.tree_of_ranks
     return MemoryLayout.of(lengths, max(slots, default=0), blocks)

@@ -25,6 +25,7 @@ from shoal.parallel.layout import blocks_of_rank
 from shoal.parallel.pipeline.stages import StageSpec, rank_of_stage
 from shoal.plans.plan import Plan
 from shoal.sync.gradient_packing import PackedBucket, assign_packed
+from shoal.sync.packed_units import PackedUnit
 from shoal.sync.rounds import blocks_by_rank
 
 if TYPE_CHECKING:
@@ -246,7 +247,12 @@ class RankLayout:
     def counted_blocks(self) -> int:
         """The blocks that this rank contributes to the gradient norm."""
         names = {p.name for p in self.trained if self._counts(p)}
-        if self.plan.zero in (1, 2):
+        if self.plan.zero == 3 and self.plan.packed_codec != "none":
+            whole, rank = self.facts.parameters, self.place.data
+            own = [p.num_elements for p in self.trained if p.name in names and not p.is_sharded]
+            gradients = [t for unit, _ in self.packed_units for t in unit.in_order]
+            own += [len(t.counted(rank)) for t in gradients if whole[t.number].name in names]
+        elif self.plan.zero in (1, 2):
             own = [s.length for s in self.segments if self.trained[s.parameter].name in names]
         else:
             own = [p.num_elements for p in self.trained if p.name in names]
@@ -269,6 +275,20 @@ class RankLayout:
             sum(self.num_replicas * by_name[name].filled_bytes for name in unit)
             for unit in self._units()
         ]
+
+    @cached_property
+    def packed_units(self) -> list[tuple[PackedUnit, torch.dtype]]:
+        """Of `zero=3` with a codec, with the dtype of each."""
+        codec, n = self.plan.packed_codec, self.num_replicas
+        listed = [[(i, p.shape, p.dtype.itemsize) for i, p in unit] for unit in self.whole_units]
+        dtypes = [unit[0][1].dtype for unit in self.whole_units]
+        return [(PackedUnit.of(one, codec, n), d) for one, d in zip(listed, dtypes, strict=True)]
+
+    @property
+    def whole_units(self) -> list[list[tuple[int, ModelParameter]]]:
+        """The parameters of each unit of zero=3, with their numbers."""
+        known = {p.name: (index, p) for index, p in enumerate(self.facts.parameters)}
+        return [[known[name] for name in unit] for unit in self._units() if unit]
 
     def _units(self) -> list[list[str]]:
         units = self.facts.units

@@ -33,7 +33,12 @@ from shoal.comm.buckets import (
     make_bucket,
 )
 from shoal.comm.collectives import Pending
-from shoal.comm.compression import CompressedGather, CompressedScatter, LowRankScatter
+from shoal.comm.compression import (
+    CompressedGather,
+    CompressedScatter,
+    LowRankScatter,
+    shares_of,
+)
 from shoal.comm.mesh import Mesh
 from shoal.comm.reduce import ReduceScatter, TreeReduce
 from shoal.comm.tree import PieceSum, RunningSum, blocks_of
@@ -58,6 +63,7 @@ from shoal.sync.costs import (
     sums_in_step,
 )
 from shoal.sync.gradient_packing import GradientPacking, PackedBucket
+from shoal.sync.host_costs import costs_of_shared
 from shoal.sync.lockstep import LockstepStrategy
 from shoal.sync.norm import SharedNorm
 from shoal.sync.packing_costs import (
@@ -164,8 +170,8 @@ class ZeroSharded(LockstepStrategy):
                 PackedBucket(b.indices, b.lengths, b.starts if b.is_packed else None)
                 for b in self.flat_buffers
             ]
-            cuts = [b.cuts for b in self.flat_buffers]
-            packing.attach(self.group, self.named, holding, shown, self._momenta, cuts)
+            wanted = [shares_of(b.cuts) for b in self.flat_buffers]
+            packing.attach(self.group, self.named, holding, shown, self._momenta, wanted)
         self._counted = [s for s in self._stepped if holding.counts(self.named[s.parameter][0])]
         self._norm = SharedNorm(mesh.world, sum(num_blocks(s.length) for s in self._counted))
         self._around = RoundContext(self.rounds, self._end_round)
@@ -218,6 +224,8 @@ class ZeroSharded(LockstepStrategy):
 
     @staticmethod
     def costs(layout: RankLayout) -> StepCosts:
+        if layout.shares:
+            return costs_of_shared(layout)
         num_stepped = sum(s.length for s in layout.segments)
         return StepCosts(num_stepped, _held(layout), _sent(layout), agreement(layout, apart=True))
 

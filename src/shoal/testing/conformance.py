@@ -36,7 +36,7 @@ from shoal.parallel.boxes import Box
 from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.choose import settled
+from shoal.sync.choose import num_stepped, settled
 from shoal.sync.local import LocalSGD
 from shoal.sync.rank_layout import ModelParameter, PlanFacts, RankLayout, StateTensor
 from shoal.sync.state import MemorySource, ShardedState
@@ -271,11 +271,10 @@ def _costs(mesh: Mesh, factory: str, sizes: Sequence[int], keys: str) -> dict[st
         sent, count = mesh.bytes_sent - before, counter.count
     storages = {s.data_ptr(): s for s in (p.untyped_storage() for p in drive.model.parameters())}
     held = sum(storage.nbytes() for storage in storages.values())
-    stepped = sum(p.numel() for group in drive.optimizer.param_groups for p in group["params"])
+    stepped = num_stepped(drive.strategy, drive.optimizer)
     if host is not None:  # all hold it once
         own = [p for p in drive.model.parameters() if not p.requires_grad]
         held = host.rows[0].nbytes // mesh.num_ranks + sum(p.nbytes for p in own)
-        stepped = sum(s.length for _, s in host.own_segments())
     drive.strategy.detach()
     return {
         "declared": {

@@ -28,7 +28,7 @@ from shoal.numerics.offload import offload_state
 from shoal.numerics.precision import LossScale
 from shoal.parallel.apply import ParallelModel
 from shoal.plans.plan import Plan
-from shoal.sync.choose import make_strategy, served_tables, settled
+from shoal.sync.choose import attach, make_strategy, recovers, served_tables, settled
 from shoal.sync.consistency import Consistency
 from shoal.system.memory import give_back_freed_memory
 from shoal.training.balancing import make_balancer, rebalance
@@ -253,7 +253,8 @@ class Trainer:
         """Work in this mesh from now on."""
         self.mesh = mesh
         with nullcontext() if self.loop is None else self.loop.as_at_first():
-            self.strategy.attach(self.model, self.optimizer, mesh, self.spread.holding)
+            where = self.model, self.optimizer, mesh, self.spread.holding
+            self.strategy = attach(self.strategy, self.plan, *where)
         self.runner.settle(mesh, self.strategy)
         self.consistency.watch(self.strategy, mesh)
 
@@ -278,7 +279,7 @@ class Trainer:
         settled(self.strategy)
         if self.loop is not None:
             self.loop.settled(self.optimizer)
-        self.seat.formed(self.step)
+        self.seat.formed(self.step, recovers(self.strategy, self.plan))
 
     def _check(self) -> Check:
         """What to do in a new group before all else. Ranks that a script makes may be unlike."""

@@ -29,6 +29,7 @@ from shoal.training.run import Run
 from shoal.verify import reference
 from shoal.verify.plan_checks import describe_uncut, find_violation, held_share, uncut_parameters
 from shoal.verify.reference import gradient_key
+from shoal.verify.reference_codec import UNSENT
 from shoal.verify.rounding import TOLERANCE, Follower, largest_difference, largest_finite
 
 PATIENCE_S = 120.0
@@ -227,6 +228,8 @@ class StepComparison:
             yield from self._held("weight", name, weight)
         for name, buffer in own.buffers.items():
             yield from self._held("buffer", name, buffer)
+        for name, kept in own.unsent.items():
+            yield from self._held(UNSENT, name, kept)
 
     def _refuse_other_phases(self, own: reference.ReplicaState) -> None:
         """Gradients of phases that the reference did not make are a divergence."""
@@ -262,9 +265,11 @@ class StepComparison:
         self, what: str, name: str, whole: Tensor
     ) -> Iterator[tuple[TensorLocation, Box, Tensor]]:
         """The parts of a tensor that ranks hold; sets `complaint` if they do not cover it."""
-        covered = torch.zeros(whole.shape, dtype=torch.bool)
+        covered, kind = torch.zeros(whole.shape, dtype=torch.bool), "held"
+        if what == UNSENT:
+            kind = what
         for rank, recorded in self.ranks.items():
-            for block, theirs in recorded.parts("held", name):
+            for block, theirs in recorded.parts(kind, name):
                 block.of(covered).fill_(True)
                 yield TensorLocation(self.step, rank, what, name), block, theirs
         if not bool(covered.all()):
@@ -284,7 +289,12 @@ def stepped_on(own: reference.ReplicaState) -> set[str]:
 def reference_tensor(own: reference.ReplicaState, place: TensorLocation) -> Tensor:
     if place.what == "loss":
         return torch.tensor([own.loss], dtype=torch.float64)
-    kinds = {"gradient": own.gradients, "weight": own.weights, "buffer": own.buffers}
+    kinds = {
+        "gradient": own.gradients,
+        "weight": own.weights,
+        "buffer": own.buffers,
+        UNSENT: own.unsent,
+    }
     return kinds[place.what][place.name].detach()
 
 
@@ -321,7 +331,8 @@ class RoundingJudge:
                         verdict, follower, place, theirs, block, reference_tensor(own, place)
                     )
             verdict.unsteady = max(verdict.unsteady, follower.unsteady)
-            follower.copy_state(assemble_tensors(ranks.values(), "held"))
+            held, unsent = (assemble_tensors(ranks.values(), kind) for kind in ("held", UNSENT))
+            follower.copy_state(held, unsent)
 
     def _judge(
         self,

@@ -47,6 +47,7 @@ class ReplicaState(NamedTuple):
     weights: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     num_phases: int = 1
+    unsent: Mapping[str, Tensor] = {}  # of packed gradients, where steps are judged from it
 
 
 class PieceLoss(NamedTuple):
@@ -111,9 +112,7 @@ class Replica:
         self.norm: float | None = None
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
         self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
-        self.exchange = make_exchange(
-            plan, run.num_steps(), pieces, self.parameters, self.optimizer
-        )
+        self.exchange = make_exchange(run, plan, pieces, self.model, self.optimizer)
 
     def step(self, batch: Batch) -> tuple[float, float]:
         """Do a step; returns the sum of its loss, and its weight."""
@@ -220,4 +219,11 @@ class Replica:
 
     def snapshot(self, loss: float) -> ReplicaState:
         named, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
-        return ReplicaState(loss, by_key(self.gradients), named, buffers, len(self.gradients))
+        return ReplicaState(
+            loss,
+            by_key(self.gradients),
+            named,
+            buffers,
+            len(self.gradients),
+            self.exchange.unsent(),
+        )

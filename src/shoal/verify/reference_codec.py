@@ -7,29 +7,41 @@ Blocks belong to one tensor, so tensors are packed one by one here, without buck
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from shoal.data.split import share
-from shoal.numerics.codecs import change_codec, codec_at, packs
+from shoal.numerics.codecs import Codec, change_codec, codec_at, packs
 from shoal.numerics.momentum import corrected_momenta, without_momentum
 from shoal.numerics.optimizers import is_element_wise
 from shoal.numerics.powersgd import first_factor, matrix_shape, orthonormal
+from shoal.parallel.layout import Cut, blocks_of_rank, part_of
 from shoal.plans.keys import HALF_CODECS
 from shoal.plans.plan import Plan
+from shoal.sync.gradient_packing import FACTOR, OWED, RESIDUAL, VELOCITY
+from shoal.sync.replicas import replica_name
 from shoal.sync.server.layout import make_layout
+from shoal.training.run import Run
 from shoal.verify.reference_outer import (
     RoundedPushes,
     Values,
     combine_gradients,
+    tensor_cuts,
     tree_sum,
     tree_total,
 )
 
+UNSENT = "unsent"  # the kind of what a plan records of it
 _Row = tuple[int, tuple[int, int]]  # of a key: its first piece, and how many
+
+
+def records_unsent(plan: Plan) -> bool:
+    """Whether steps are judged from what the plan had not sent: where ranks step on parts of
+    tensors, last bits are others than a whole tensor's, and rounding makes steps of them."""
+    return plan.packed_codec not in ("none", *HALF_CODECS) and (plan.tensor > 1 or plan.zero == 3)
 
 
 class PackedTensor:
@@ -52,24 +64,57 @@ class PackedReplicas:
         num_steps: int,
         parameters: Sequence[nn.Parameter],
         optimizer: torch.optim.Optimizer,
+        names: Sequence[str],
+        cuts: Mapping[str, Cut],
     ):
+        """`cuts` are those of the tensor axis, by the parameter's name."""
         self.plan, self.num_steps, self.parameters = plan, num_steps, parameters
+        self.names, self.cuts = names, [cuts.get(name) for name in names]
         self.momenta = corrected_momenta(plan.codec, optimizer)
         self.made = 0  # steps
         self.kept = {
             i: PackedTensor(p, plan.num_replicas)
             for i, p in enumerate(parameters)
-            if packs(plan.codec, p.shape, p.itemsize)
+            if packs(plan.codec, self._part_shape(i), p.itemsize)
         }
         self.staged = dict[int, PackedTensor]()
         self.optimizer, self.ahead = optimizer, dict[int, Tensor]()
 
+    def put(self, recorded: Mapping[str, Tensor]) -> None:
+        """Go on with what a plan had not sent, under the names of a checkpoint."""
+        flat = {name: tensor.reshape(-1) for name, tensor in recorded.items()}
+        for index in self.kept if flat else ():
+            name, old = self.names[index], self.kept[index]
+            made = self.kept[index] = PackedTensor(self.parameters[index], len(old.residuals))
+            for kind, kept in ((RESIDUAL, made.residuals), (VELOCITY, made.velocities)):
+                for replica, zeros in enumerate(kept):
+                    kept[replica] = flat.get(replica_name(kind + name, replica), zeros)
+            made.owed = flat.get(OWED + name, made.owed)
+            made.factor = recorded.get(FACTOR + name, old.factor)
+
+    def unsent(self) -> dict[str, Tensor]:
+        """What a checkpoint has of it, where tensors are cut: there steps are judged from it."""
+        if not records_unsent(self.plan):
+            return {}
+        found = {}
+        for index, own in self.kept.items():
+            name, p = self.names[index], self.parameters[index]
+            for replica, residual in enumerate(own.residuals):
+                found[replica_name(RESIDUAL + name, replica)] = residual.view(p.shape)
+            for replica, velocity in enumerate(own.velocities if p in self.momenta else ()):
+                found[replica_name(VELOCITY + name, replica)] = velocity.view(p.shape)
+            if own.factor is not None:
+                found[FACTOR + name] = own.factor
+            elif not self.plan.zero:
+                found[OWED + name] = own.owed.view(p.shape)
+        return found
+
     @torch.no_grad()
     def step(self, step: Callable[[], object]) -> None:
-        """Step; under `zero` on parameters that are ahead of what is sent of their changes."""
-        seen = {
-            i: self.parameters[i].detach().clone() for i in (self.kept if self.plan.zero else ())
-        }
+        """Step; under `zero` on parameters that are ahead of what is sent of their changes, unless
+        each rank holds nothing but its shard of them."""
+        shards = self.plan.zero in (1, 2)
+        seen = {i: self.parameters[i].detach().clone() for i in (self.kept if shards else ())}
         for i in seen:
             self.parameters[i].copy_(self.ahead.get(i, seen[i]))
         packed = {self.parameters[i] for i in self.kept} if self.momenta else set()
@@ -105,14 +150,21 @@ class PackedReplicas:
     def _gradients(self, rounds: Sequence[Values], scale: float) -> Values:
         n = self.plan.num_replicas
         own = [[rounds[k] for k in share(r, n, len(rounds))] for r in range(n)]
-        if self.plan.zero != 2:
+        if self.plan.zero < 2:
             return self._sums([_one_by_one(each, len(self.parameters)) for each in own], scale)
         nothing: Values = [None] * len(self.parameters)
         sent = [
             self._sums([each[k] if k < len(each) else nothing for each in own], scale)
             for k in range(max(map(len, own)))
         ]
-        return tree_sum(sent.__getitem__, range(len(sent)))
+        if self.plan.zero == 2:
+            return tree_sum(sent.__getitem__, range(len(sent)))
+        sums = list(_one_by_one(sent, len(self.parameters)))
+        # FSDP2 leaves these whole: each replica adds up its own first.
+        for index in [i for i, p in enumerate(self.parameters) if not p.dim()]:
+            totals = [_one_by_one(each, len(self.parameters))[index] for each in own]
+            sums[index] = self._sum(index, totals, scale)
+        return sums
 
     def _sums(self, replicas: Sequence[Values], scale: float) -> Values:
         return [
@@ -145,7 +197,7 @@ class PackedReplicas:
             if momentum is not None:
                 velocity, gradient = momentum.advance(velocity, gradient)
             whole = (gradient + residual) * scale
-            came = codec.decode(codec.encode(whole), whole.numel())
+            came = self._coded(index, codec, whole)
             arrived.append(came)
             dropped = (whole - came) / scale if codec.keeps_residual else residual
             after.residuals.append(dropped)
@@ -154,9 +206,31 @@ class PackedReplicas:
         if self.plan.zero:
             return sum_
         whole = sum_ + before.owed * scale
-        came = codec.decode(codec.encode(whole), whole.numel())
+        came = self._coded(index, codec, whole)
         after.owed = (whole - came) / scale if codec.keeps_residual else before.owed
         return came
+
+    def _coded(self, index: int, codec: Codec, flat: Tensor) -> Tensor:
+        """What comes of a vector; a part that a rank of the tensor axis holds is packed alone."""
+        cut, shape, n = self.cuts[index], self.parameters[index].shape, self.plan.tensor
+        if cut is None:
+            return codec.decode(codec.encode(flat), flat.numel())
+        whole, came = flat.view(shape), torch.empty(shape)
+        for rank in range(n):
+            part, at = part_of(whole, cut, rank, n), 0
+            arrived = codec.decode(codec.encode(part.reshape(-1)), part.numel()).view(part.shape)
+            for box in blocks_of_rank(shape, cut, rank, n):
+                length = box.shape[cut.dim]
+                box.of(came).copy_(arrived.narrow(cut.dim, at, length))
+                at += length
+        return came.view(-1)
+
+    def _part_shape(self, index: int) -> tuple[int, ...]:
+        """Of what a rank holds of a parameter."""
+        cut, shape = self.cuts[index], [*self.parameters[index].shape]
+        if cut is not None:
+            shape[cut.dim] //= self.plan.tensor
+        return tuple(shape)
 
     def _low_rank_sum(self, index: int, rows: Sequence[Tensor], scale: float) -> Tensor:
         before, shape = self.staged.get(index, self.kept[index]), self.parameters[index].shape
@@ -264,18 +338,20 @@ class PlainExchange:
         if isinstance(self.arrived, PackedPushes):
             self.arrived.commit()
 
+    def unsent(self) -> dict[str, Tensor]:
+        return {}  # each step is judged from what the reference had not sent
+
 
 def make_exchange(
-    plan: Plan,
-    num_steps: int,
-    pieces: range,
-    parameters: Sequence[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    run: Run, plan: Plan, pieces: range, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> PlainExchange | PackedReplicas:
     """How the replicas of a plan bring their pieces together."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and p.numel()}
+    names, parameters = list(trained), list(trained.values())
     if plan.packed_codec != "none":
-        return PackedReplicas(plan, num_steps, parameters, optimizer)
-    return PlainExchange(plan, num_steps, pieces, parameters, optimizer)
+        cuts = tensor_cuts(run, plan) if plan.tensor > 1 else {}
+        return PackedReplicas(plan, run.num_steps(), parameters, optimizer, names, cuts)
+    return PlainExchange(plan, run.num_steps(), pieces, parameters, optimizer)
 
 
 def _one_by_one(rounds: Sequence[Values], count: int) -> Values:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from shoal.numerics.codecs import Codec, make_codec
 from shoal.numerics.fragments import split_fragments
+from shoal.parallel.layout import Cut
 from shoal.parallel.pipeline.stages import rank_of_stage
 from shoal.plans.plan import Plan
 from shoal.sync.server.layout import make_layout
@@ -296,6 +297,14 @@ def pipeline_ranks(run: Run, plan: Plan) -> dict[str, tuple[int, ...]]:
         name: tuple(sorted({rank_of_stage(s, plan.pipeline, plan.schedule) for s in users}))
         for name, users in built.survey.stages.holders.items()
     }
+
+
+def tensor_cuts(run: Run, plan: Plan) -> Mapping[str, Cut]:
+    """How the tensor axis cuts parameters, where that decides what is packed together."""
+    built = build_model(run, plan)
+    built.seeds.close()
+    assert built.survey.tensor is not None
+    return built.survey.tensor.cuts
 
 
 def _keys(

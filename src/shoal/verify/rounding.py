@@ -30,12 +30,18 @@ from shoal.plans.plan import Plan
 from shoal.training.custom_step import Phase
 from shoal.training.run import Run
 from shoal.verify.reference import Replica, by_key, gradient_key
+from shoal.verify.reference_codec import UNSENT, PackedReplicas, PackedTensor
 
 # How many times the model's own rounding a plan may differ by; 16 bits are summed in 32.
 TOLERANCE = {Precision.FP32: 32, Precision.BF16: 4, Precision.FP16: 4}
 MOST_TWINS = 16
+# What a codec rounds to the other side is a whole step of it, however far weights are moved: it
+# counts as that of so many ulps, and four steps are allowed, since several replicas and the owner
+# of their sum may flip at one element.
+FLIP = 8
 FAINT = 2.0**-10  # of the last bit of the whole gradient: the tolerance of a gradient of zeros
 
+Unsent = tuple[dict[int, PackedTensor], int]  # of gradients that are packed, and after which step
 Key = tuple[str, str]  # the kind of a tensor (loss, gradient, weight, buffer) and its name
 
 
@@ -75,6 +81,7 @@ class RecordingReplica(Replica):
         self.made = {("loss", ""): torch.tensor([loss / weight], dtype=torch.float64)}
         self.made |= {("gradient", key): g for key, g in by_key(self.gradients).items()}
         self.made |= {("buffer", n): b.detach().clone() for n, b in self.model.named_buffers()}
+        self.made |= {(UNSENT, name): kept for name, kept in self.exchange.unsent().items()}
         return loss, weight
 
     def state(self) -> ModelState:
@@ -100,11 +107,18 @@ class PerturbedReplica(RecordingReplica):
         self.optimize = lambda: None
 
     def try_step(
-        self, batch: Batch, states: Sequence[ModelState], num_ulps: int, seed: int
+        self,
+        batch: Batch,
+        states: Sequence[ModelState],
+        unsent: Unsent | None,
+        num_ulps: int,
+        seed: int,
     ) -> dict[Key, Tensor]:
-        """Its loss, gradients and buffers from these states, one for each phase; empty if they are
-        not finite."""
+        """Its loss, gradients and buffers from these states, one for each phase, and with what was
+        `unsent`; empty if they are not finite."""
         self._states, self._move = states, (num_ulps, seed)
+        if isinstance(self.exchange, PackedReplicas) and unsent is not None:
+            self.exchange.kept, self.exchange.made = unsent
         try:
             self.step(batch)
         except NotFinite:
@@ -137,6 +151,8 @@ class Follower(RecordingReplica):
     def step(self, batch: Batch) -> tuple[float, float]:
         self._batch, self._num_twins = batch, 0
         self._before: list[ModelState] = []  # by phase
+        packed = self.exchange if isinstance(self.exchange, PackedReplicas) else None
+        self._unsent = None if packed is None else (packed.kept, packed.made)
         self._spread: dict[Key, float] = {}
         return super().step(batch)
 
@@ -154,8 +170,10 @@ class Follower(RecordingReplica):
         self._plain()
 
     @torch.no_grad()
-    def copy_state(self, held: Mapping[str, Tensor]) -> None:
-        """Copy the plan's weights and buffers."""
+    def copy_state(self, held: Mapping[str, Tensor], unsent: Mapping[str, Tensor]) -> None:
+        """Copy the plan's weights and buffers, and what it had not sent of gradients."""
+        if isinstance(self.exchange, PackedReplicas):
+            self.exchange.put(unsent)
         for name, own in (*self.model.named_parameters(), *self.model.named_buffers()):
             own.copy_(held[name])
         self.buffers.hold()
@@ -188,18 +206,19 @@ class Follower(RecordingReplica):
             self._twin = self._make_twin()
             self.unsteady = self._do_again(self._twin)
         num_ulps = TOLERANCE[self.precision] // 2 if self._num_twins else 1
+        far = num_ulps if self._unsent is None else min(num_ulps, FLIP)
         self._num_twins += 1
         seed = 1000 * self._batch.step + self._num_twins
         self._twin.follow(self.answers)
-        made = self._twin.try_step(self._batch, self._before, num_ulps, seed)
+        made = self._twin.try_step(self._batch, self._before, self._unsent, num_ulps, seed)
         for key in made.keys() & self.made.keys() if not self.unsteady else ():
-            spread = largest_difference(made[key], self.made[key]) / num_ulps
+            spread = largest_difference(made[key], self.made[key]) / far
             self._spread[key] = max(self._spread.get(key, 0.0), spread)
 
     def _do_again(self, twin: PerturbedReplica) -> float:
         """By how much, relative to its size, a tensor differs if the last step is done again."""
         twin.follow(self.answers)
-        made, differs = twin.try_step(self._batch, self._before, 0, 0), 0.0
+        made, differs = twin.try_step(self._batch, self._before, self._unsent, 0, 0), 0.0
         for key in made.keys() & self.made.keys():
             own, difference = self.made[key], largest_difference(made[key], self.made[key])
             if difference > last_bits(key[0], own, self.parameters, self.precision):

@@ -30,7 +30,8 @@ from shoal.parallel.striping import tables_of
 from shoal.plans.plan import Plan
 from shoal.storage.files import atomic_replace, write_atomic
 from shoal.sync.allreduce import AllReduce
-from shoal.sync.choose import served_tables
+from shoal.sync.choose import num_stepped, served_tables
+from shoal.sync.lockstep import LockstepStrategy
 from shoal.system.fork_server import ForkServer, WorkerMain, WorkerSpec
 from shoal.training.callbacks import has_callbacks
 from shoal.training.run import Run, resolve
@@ -47,6 +48,7 @@ from shoal.verify.compare import (
     step_path,
 )
 from shoal.verify.reference import gradient_key
+from shoal.verify.reference_codec import UNSENT, records_unsent
 from shoal.verify.replay import compare_replay
 
 MOST_LAZY_BYTES = 256 << 20
@@ -198,8 +200,7 @@ class StepRecorder:
             write_atomic(settled_path(self._directory), str(self._trainer.plan).encode())
         content = {"loss": torch.tensor([info.loss], dtype=torch.float64)}
         content["bytes_sent"] = torch.tensor([info.bytes_sent])
-        groups = self._trainer.optimizer.param_groups
-        content["stepped"] = torch.tensor([sum(p.numel() for g in groups for p in g["params"])])
+        content["stepped"] = torch.tensor([num_stepped(strategy, self._trainer.optimizer)])
         tables = served_tables(strategy, dense=True)
         content |= name_slices("held", self._trainer.spread.held() | tables)
         if link is not None and link.is_apart:
@@ -208,6 +209,9 @@ class StepRecorder:
         else:
             content |= name_slices("gradient", self._phases or strategy.gradients())
             self._phases = {}
+        packing = strategy.packing if isinstance(strategy, LockstepStrategy) else None
+        if packing is not None and records_unsent(self._trainer.plan):
+            content |= name_slices(UNSENT, packing.state()[0])
         content["answers"] = torch.tensor(self._answers, dtype=torch.float64)
         self._answers = []
         path = step_path(self._directory, info.step, rank)

@@ -56,8 +56,9 @@ def run(
     slots: int = 64,
     durations: Durations = DURATIONS,
     batch_size: int = 64,
+    shares: bool = False,
     **conditions: Any,
 ) -> Simulation:
-    at = HostRooms(dict.fromkeys(range(num_hosts), slots))
+    at = HostRooms(dict.fromkeys(range(num_hosts), slots), shares=shares)
     given = Conditions(**{"hours": 24.0, **conditions})
     return simulate(resolved(text, batch_size), times_of, at, given, durations)

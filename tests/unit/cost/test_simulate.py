@@ -70,6 +70,13 @@ def test_plans_recover_as_membership_decides() -> None:
     again = run("data=4 zero=1", kills=kills, save_every=1000)
     assert (again.repairs.recoveries, again.repairs.restarts) == (0, 2)
     assert again.goodput < in_place.goodput
+    shared = run("data=4 zero=1", kills=kills, save_every=1000, shares=True)
+    assert shared.repairs == in_place.repairs and shared.lost.redone < 1e-4
+    for apart in (
+        run("data=4 zero=1 memory=apart", kills=kills, save_every=1000, shares=True),
+        run("data=4 zero=1", num_hosts=2, slots=2, kills=kills, save_every=1000, shares=True),
+    ):
+        assert (apart.repairs.recoveries, apart.repairs.restarts) == (0, 2)
     # Without a checkpoint all begin at the first step.
     never = run("data=4 zero=1", kills=kills)
     assert never.lost.redone == pytest.approx(5000 / 86400, rel=0.01)

@@ -512,6 +512,26 @@ def test_a_spare_takes_the_seat_and_another_is_started() -> None:
     assert spawn == Spawn(4)
 
 
+def test_a_group_may_find_that_it_can_replace_its_members() -> None:
+    """It holds in one memory what others would hold apart; a newcomer does not know that yet."""
+    members = Membership(2, 0)
+    members.start(0.0)
+    for number in (0, 1):
+        members.ready(number, 0.0, recovers=False)
+        members.arrived(number, 0)
+    assert not members.num_spares
+    members.has_formed(0, 0, 0, 0.0, True)
+    _, spawn = members.has_formed(1, 0, 0, 0.0, True)
+    assert spawn == Spawn(2) and members.recovers
+    members.ready(2, 0.5, recovers=False)
+    assert members.exited(1, -9, 1.0) == [Announce(1, (0, 2))]
+    for number in (0, 2):  # which finds no memory now
+        members.arrived(number, 1)
+        members.has_formed(number, 1, 5, 1.5, False)
+    assert not members.recovers
+    assert members.exited(2, -9, 2.0) == [Kill(0), Spawn(3)]
+
+
 def test_a_spare_of_the_same_host_takes_the_seat() -> None:
     """Seats 0 and 1 and the server 4 are on one host, 2, 3 and 5 on the other."""
     members = Membership(4, 2, MembershipOptions(num_hosts=2))

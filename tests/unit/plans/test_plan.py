@@ -460,8 +460,11 @@ def test_a_technique_that_is_built_is_followed(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "way_out"),
     [
-        ("data=2 codec=int8 zero=3", "FSDP2 sums the gradients"),
-        ("data=2 codec=int8 tensor=2", "Leave one of them out."),
+        ("data=2 codec=auto zero=3", "Name a codec, or use zero=1 or zero=2."),
+        ("data=2 pipeline=2 codec=int8 zero=3", "leave pipeline or codec out"),
+        ("data=2 codec=int8 tensor=2 zero=1", "Leave zero out"),
+        ("data=2 codec=powersgd:2 tensor=2", "Leave tensor out, or use codec=int8"),
+        ("data=2 codec=auto tensor=2", "Leave tensor out, or use codec=int8"),
         ("data=2 codec=int8 sums=ring", "Leave sums out"),
         ("data=2 codec=topk:0.7", "six bytes with its place"),
         ("data=2 sync=server codec=onebit", "a bit has no zero"),
@@ -482,6 +485,8 @@ def test_a_codec_that_could_not_be_followed_is_refused(text: str, way_out: str) 
     [
         "data=2 codec=topk:0.01+int8",
         "data=2 zero=2 codec=onebit",
+        "data=2 zero=3 codec=powersgd:2",
+        "data=2 tensor=2 codec=int8",
         "data=2 pipeline=2 codec=powersgd:4",
         "data=2 sync=server codec=int8",
         "data=2 sync=server staleness=any codec=fp16",
