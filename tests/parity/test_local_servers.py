@@ -10,6 +10,7 @@ import pytest
 
 from tests.parity.runs import check_same
 
+ZOO = str(Path(__file__).parents[1] / "zoo.py")
 UNLIKE = str(Path(__file__).with_name("unlike.py"))
 
 
@@ -20,6 +21,10 @@ UNLIKE = str(Path(__file__).with_name("unlike.py"))
         (
             "data=4 zero=1 replicas=2 sync=server servers=2 local_steps=3 staleness=1",
             f"{UNLIKE}:unused",
+        ),
+        (
+            "data=2 pipeline=2 sync=server servers=4 local_steps=3 staleness=1 codec=int8",
+            f"{ZOO}:mlp",
         ),
         pytest.param(
             "data=3 sync=server servers=2 local_steps=4 outer=nesterov staleness=1 damping=inverse",

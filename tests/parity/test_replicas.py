@@ -21,11 +21,15 @@ SAME = {
     "data=2 local_steps=3 precision=fp16": f"{UNLIKE}:loud",
     "data=4 zero=2 replicas=2 sync=server local_steps=3 outer=nesterov": f"{UNLIKE}:noisy",
     "data=2 pipeline=2 sync=server servers=4 local_steps=3 codec=int4": f"{ZOO}:mlp",
+    "data=2 pipeline=2 local_steps=4 outer=nesterov fragments=3": f"{ZOO}:lstm",
+    "data=2 pipeline=2 local_steps=4 outer=nesterov fragments=2 codec=int8": f"{ZOO}:mlp",
 }
 WITHIN_ROUNDING = {
     "data=2 tensor=2 local_steps=3 outer=nesterov": f"{ZOO}:gpt",
     "data=4 zero=3 replicas=2 local_steps=3": f"{ZOO}:mlp",
     "data=2 tensor=2 sync=server servers=4 local_steps=2 outer=nesterov": f"{ZOO}:mlp",
+    "data=2 tensor=2 local_steps=4 outer=nesterov fragments=2": f"{ZOO}:gpt",
+    "data=4 zero=3 replicas=2 local_steps=4 outer=nesterov fragments=2": f"{ZOO}:mlp",
 }
 PLANS = [
     *SAME,

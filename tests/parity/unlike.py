@@ -100,6 +100,20 @@ class Tied(nn.Module):
         return written
 
 
+class TiedAcross(Tied):
+    """With so much between the two that it can be cut there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH)) for _ in "1234")
+        )
+
+
+def tied_across() -> shoal.Run:
+    return over_tokens(TiedAcross)
+
+
 def tied() -> shoal.Run:
     """Also a model without a list of blocks, whose dropout is a function."""
     return over_tokens(Tied)

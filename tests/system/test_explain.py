@@ -202,6 +202,7 @@ WINDOWS = [
     pytest.param("mlp", "data=2 pipeline=2 local_steps=2 outer=nesterov", marks=pytest.mark.full),
     pytest.param("mlp", "data=4 zero=3 replicas=2 local_steps=2", marks=pytest.mark.full),
     ("cnn", "data=2 local_steps=4 outer=nesterov fragments=3"),
+    ("gpt", "data=2 pipeline=2 local_steps=4 outer=nesterov fragments=2"),
     ("gpt", "data=4 local_steps=4 outer=nesterov codec=int8 fragments=2"),
     ("frozen", "data=2 local_steps=4 codec=bf16 fragments=2"),
 ]
@@ -236,6 +237,12 @@ SERVED = [
     ("cnn", "data=2 sync=server servers=2 local_steps=2 codec=int4", 2),
     ("gpt", "data=2 sync=server local_steps=2 outer=nesterov staleness=any", 2),
     ("cnn", "data=2 sync=server servers=2 local_steps=2 codec=int8 deadline=300", 2),
+    ("cnn", "data=4 replicas=2 sync=server servers=2", 3),
+    ("mlp", "data=2 pipeline=2 sync=server servers=2", 3),
+    ("gpt", "data=4 replicas=2 sync=server staleness=1", 3),
+    ("mlp", "data=2 tensor=2 sync=server servers=2 staleness=any", 3),
+    ("cnn", "data=4 replicas=2 sync=server local_steps=2 deadline=300", 2),
+    ("mlp", "data=2 pipeline=2 sync=server servers=2 local_steps=2 deadline=300", 2),
 ]
 
 
@@ -256,8 +263,12 @@ def test_workers_push_what_was_said(
     pool: Pool, tmp_path: Path, recipe: str, plan: str, times: int
 ) -> None:
     run = getattr(zoo, recipe)()
-    told = explain(run, resolve(run, plan, None))
-    training = start(pool, f"{ZOO}:{recipe}", tmp_path / "run", plan=plan, settings={"steps": 3})
+    resolved = resolve(run, plan, None)
+    told = explain(run, resolved)
+    # The ranks of a replica tell each other something in every step of a window.
+    steps = 3 if resolved.num_ranks_apart == 1 else times * resolved.local_steps
+    settings = {"steps": steps}
+    training = start(pool, f"{ZOO}:{recipe}", tmp_path / "run", plan=plan, settings=settings)
     trained = training.wait()
     assert trained.exit_code == 0, trained.errors
     sent = sum(message.num_bytes for rank in told.ranks for message in rank.messages)

@@ -105,8 +105,8 @@ def _print_summary(result: "Summary") -> None:
 
 def _rounds_in_words(rounds: dict[str, Any]) -> str:
     late = [
-        f"rank {rank} {plural(times, 'time', 'times')}"
-        for rank, times in enumerate(rounds["late"])
+        f"replica {number} {plural(times, 'time', 'times')}"
+        for number, times in enumerate(rounds["late"])
         if times
     ]
     who = f"; late: {', '.join(late)}" if late else ""

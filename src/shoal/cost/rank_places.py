@@ -146,11 +146,14 @@ def group_of(plan: Plan, hosts: Sequence[int], axis: str, rank: int = 0) -> Rank
     """The ranks that a rank communicates with along an axis; `hosts` are by seat. Pure."""
     data = plan.num_replicas
     members: Sequence[int] = range(plan.num_ranks)  # of those with servers, too
-    apart = plan.num_apart if plan.local_steps > 1 else 1
+    together = plan.local_steps == 1 and plan.staleness_bound == 0
+    apart = plan.num_apart
     if axis == "tensor":
         members = range(rank, rank + plan.tensor)
     elif axis == "data":
-        members = range(rank, rank + data // apart * plan.tensor, plan.tensor)
+        members = range(rank, rank + data // (1 if together else apart) * plan.tensor, plan.tensor)
+    elif axis == "within":
+        members = range(rank, rank + plan.num_within * plan.tensor, plan.tensor)
     elif axis == "replicas":
         members = range(rank, rank + data * plan.tensor, data // apart * plan.tensor)
     elif axis == "replica":
@@ -159,7 +162,7 @@ def group_of(plan: Plan, hosts: Sequence[int], axis: str, rank: int = 0) -> Rank
     elif axis == "pipeline":
         members = range(rank, plan.num_ranks, data * plan.tensor)
     lie = Counter(hosts[r] for r in members)
-    if axis not in ("tensor", "data", "pipeline", "world", "replicas", "replica"):
+    if axis not in ("tensor", "data", "pipeline", "world", "replicas", "replica", "within"):
         lie.update(hosts[plan.num_ranks :])
     host, local = lie.most_common(1)[0]
     crowd = Counter(hosts[: plan.num_ranks])[host] // max(1, local) if axis != "world" else 1

@@ -207,10 +207,11 @@ def _out_of_lockstep(
     plan: Plan, times: StepTimes, span_s: Array, extra_s: float, bubble: float
 ) -> Pace:
     """Workers that push to servers and begin what the clock allows them, until a horizon."""
-    own = shares(plan.num_pieces, plan.num_replicas)
-    counts = [len(pieces) // plan.num_microbatches for pieces in own]
+    own, within = shares(plan.num_pieces, plan.num_apart), plan.num_within
+    counts = [len(pieces) // (plan.num_microbatches * within) for pieces in own]
+    span_s = span_s.reshape(len(span_s), plan.num_apart, within).max(axis=2)  # who is slowest
     batch_s = span_s * np.array(counts) + times.data_s + extra_s
-    num_batches = max(4, min(_MOST_BATCHES, _MOST_PUSHES // plan.num_replicas))
+    num_batches = max(4, min(_MOST_BATCHES, _MOST_PUSHES // plan.num_apart))
     horizon = max(num_batches * float(np.median(batch_s)), 8 * float(batch_s.max()))
     clock, stale = Clock(plan.num_pieces, plan.staleness_bound), Staleness()
     begun = [0] * len(own)  # the batch that each worker is at
@@ -234,7 +235,8 @@ def _out_of_lockstep(
     step_s = plan.num_pieces / sum(v * len(pieces) for v, pieces in zip(speeds, own, strict=True))
     busy = batch_s.mean(axis=0) * np.array(speeds)
     waiting = max(0.0, 1 - float(busy.mean()))
-    return Pace(step_s, bubble, waiting, tuple(counts), (), stale)
+    of_ranks = tuple(count for count in counts for _ in range(within))
+    return Pace(step_s, bubble, waiting, of_ranks, (), stale)
 
 
 def _speed(pushes: Sequence[float]) -> float:

@@ -34,6 +34,7 @@ from shoal.sync.server.migration import (
     without_repeats,
     write_parts,
 )
+from shoal.sync.server.parts import part_on_servers
 from shoal.sync.server.peers import make_peers
 from shoal.sync.server.round_coordinator import RoundCoordinator
 from shoal.sync.server.server import Server
@@ -130,7 +131,7 @@ class ServerProcess:
             self._shard_of(self.number),
             num_seats=self._num_clients(self.seat.sizes[-1].num_ranks),
             # Of a window of local steps each replica has one piece.
-            num_pieces=plan.num_pieces if plan.local_steps == 1 else plan.num_apart,
+            num_pieces=plan.num_rounds if plan.local_steps == 1 else plan.num_apart,
             bound=plan.staleness_bound,
             secret=self.seat.secret,
             rule=plan.combine,
@@ -151,7 +152,9 @@ class ServerProcess:
         if deadline_s is None:
             return Server
         # One server decides who is in a round.
-        coordinator = None if self.number else RoundCoordinator(self.plan.num_replicas, deadline_s)
+        coordinator = None
+        if self.number == self.part == 0:
+            coordinator = RoundCoordinator(self.plan.num_apart, deadline_s)
         return partial(DeadlineServer, coordinator=coordinator)
 
     def _shard_of(self, owner: int) -> ServerShard:
@@ -160,12 +163,21 @@ class ServerProcess:
         model, tables = self.model, ServerTables(self.model, owner, self._counts[-1])
         optimizer = self.run.make_optimizer(model)
         schedules.remember_rates(optimizer)
+        survey = self.built.survey
+        model, holding = part_on_servers(model, optimizer, self.plan, survey, self.part)
         if self.plan.local_steps > 1:
-            model, optimizer = make_outer(model, self.plan, self.built.survey, self.part)
+            model, optimizer = make_outer(model, self.plan)
         layout = layout_after(model, optimizer, self._counts)
         is_own, every = owner == self.number, self.run.check_every
         shard = ServerShard(
-            model, optimizer, layout, owner, tables, shared=is_own, check_every=every
+            model,
+            optimizer,
+            layout,
+            owner,
+            tables,
+            shared=is_own,
+            check_every=every,
+            holding=holding,
         )
         shard.step_with(self._crew)
         faults.expose(f"server {owner}", shard.place_of)

@@ -133,7 +133,12 @@ class ParallelModel:
         self.pipeline: Pipeline | None = None
         true = dict(model.named_parameters())
         shapes = {n: tuple(t.shape) for n, t in [*true.items(), *model.named_buffers()]}
-        self.holding = LocalLayout(shapes=shapes, rank=mesh.tensor.rank, num_ranks=plan.tensor)
+        self.holding = LocalLayout(
+            shapes=shapes,
+            rank=mesh.tensor.rank,
+            num_ranks=plan.tensor,
+            pipeline=mesh.pipeline.rank,
+        )
         self.owned = set(true)
         if found.stages is not None:
             self._keep_own_stages(found.stages, mesh)

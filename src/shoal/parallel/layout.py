@@ -77,6 +77,7 @@ class LocalLayout(NamedTuple):
     within: Mapping[str, Box] = MappingProxyType({})  # the part of that, if ZeRO 3 cut it again
     rank: int = 0  # on the tensor axis
     num_ranks: int = 1
+    pipeline: int = 0  # rank on that axis
     elsewhere: frozenset[str] = frozenset()  # held here, counted by an earlier pipeline rank
     absent: frozenset[str] = frozenset()  # stand here for another pipeline rank's
     holders: Mapping[str, tuple[int, ...]] = MappingProxyType({})  # of tied ones: pipeline ranks
@@ -84,6 +85,11 @@ class LocalLayout(NamedTuple):
     def counts(self, name: str) -> bool:
         """Whether this rank is the one to count a parameter in sums over the whole model."""
         return name not in self.elsewhere and (name in self.cuts or self.rank == 0)
+
+    def is_first(self, name: str) -> bool:
+        """Whether this rank is the first that holds a parameter, of which others may hold all."""
+        first = self.holders.get(name, (self.pipeline,))[0]
+        return first == self.pipeline and (name in self.cuts or self.rank == 0)
 
     def whole_shape(self, name: str, tensor: Tensor) -> tuple[int, ...]:
         return self.shapes.get(name, tuple(tensor.shape))

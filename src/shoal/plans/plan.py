@@ -258,6 +258,11 @@ class Plan(msgspec.Struct, frozen=True):
         return 2 * self.pipeline if self.pipeline > 1 else 1
 
     @property
+    def num_rounds(self) -> int:
+        """The terms of a gradient's sum: pieces, or those that are in a pipeline together."""
+        return self.num_pieces // self.num_microbatches
+
+    @property
     def num_stages(self) -> int:
         """The stages of each pipeline rank."""
         if self.stages is not None:

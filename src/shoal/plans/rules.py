@@ -57,7 +57,9 @@ _NEEDS = {
     "servers": _SERVER,
     "hosts": _SERVER,
     "staleness": Requirement(
-        lambda plan: plan.sync == "server" and (plan.staleness == 0 or plan.data != 1),
+        lambda plan: (
+            plan.sync == "server" and (plan.staleness == 0 or 1 not in (plan.data, plan.replicas))
+        ),
         "without servers and several replicas: there is no other replica to be ahead of",
         "add sync=server and data=2 or more",
     ),
@@ -207,34 +209,34 @@ def _refuse_servers(plan: "Plan") -> None:
             f"rates={plan.rates} has no effect: each replica's learning rate is multiplied with 1. "
             "Leave rates out, or give one that is not 1."
         )
-    if plan.combine != "mean" and plan.data is not None and plan.data < 3:
+    if plan.combine != "mean" and count is not None and count < 3:
+        key = "replicas" if plan.replicas else "data"
         raise PlanError(
-            f"combine={plan.combine} does not go with data={plan.data}. Of fewer than three "
-            "replicas it is not known which one is wrong. Use data=3 or more, or leave combine out."
+            f"combine={plan.combine} does not go with {key}={count}. Of fewer than three "
+            f"replicas it is not known which one is wrong. Use {key}=3 or more, or leave combine "
+            "out."
         )
 
 
 def _refuse_served_meshes(plan: "Plan") -> None:
-    """Refuse what servers cannot do yet for workers of several ranks."""
+    """Refuse what servers cannot do for workers of several ranks."""
     cut = plan.tensor * plan.pipeline
     if cut == 1 and plan.replicas in (None, plan.data):
         return
     keys = {"tensor": plan.tensor > 1, "pipeline": plan.pipeline > 1, "replicas": True}
     key = next(key for key, is_set in keys.items() if is_set)
     about = f"{key}={getattr(plan, key)} does not go with"
-    if plan.local_steps == 1:
+    if plan.copies > 1:
         raise PlanError(
-            f"{about} sync=server and a push in every step yet: there a worker of a server is one "
-            f"rank. Add local_steps=2 or more, or leave {key} or sync=server out."
+            f"copies={plan.copies} has no effect with {key}={getattr(plan, key)}: the ranks of a "
+            "replica need one another, so a death takes all back to the newest checkpoint, "
+            "and no server is replaced alone. Leave copies out, and give a save_every."
         )
-    # Those of a replica that hold the same speak with servers through one of them.
-    apart = {"staleness": 0, "copies": 1} if cut > 1 else {}
-    for other, usual in {"deadline": "none", **apart}.items():
-        if getattr(plan, other) != usual:
-            raise PlanError(
-                f"{about} {other}={getattr(plan, other)} yet: the ranks of a replica would hear "
-                f"different answers. Leave {other} or {key} out."
-            )
+    if plan.hosts > 1:
+        raise PlanError(
+            f"{about} hosts={plan.hosts} yet: a host's server adds up what single ranks push. "
+            f"Leave hosts out: with replicas=R each replica adds up its own, and pushes once."
+        )
     if plan.zero == 3:
         raise PlanError(
             "zero=3 does not go with sync=server: its ranks hold shards, and servers have whole "
@@ -245,6 +247,48 @@ def _refuse_served_meshes(plan: "Plan") -> None:
             f"servers={plan.servers} cannot be shared out to tensor={plan.tensor} x pipeline="
             f"{plan.pipeline}. Each part of a replica has servers of its own. "
             f"Use servers={cut * (plan.servers // cut + 1)}, or another multiple of {cut}."
+        )
+    if plan.local_steps == 1:
+        _refuse_pushing_meshes(plan, about)
+
+
+def _refuse_pushing_meshes(plan: "Plan", about: str) -> None:
+    """Refuse replicas of several ranks that push in every step, where a sum would have no bits."""
+    if plan.codec not in ("none", *HALF_CODECS) or (plan.codec != "none" and plan.tensor > 1):
+        why = "servers of each part round in other blocks than those of the whole"
+        if plan.tensor > 1:
+            why = "its ranks add up in an order of their own, which rounding makes large"
+        raise PlanError(
+            f"{about} codec={plan.codec} and a push in every step yet: {why}, so shoal verify "
+            "could not prove it. Leave codec out."
+        )
+    if plan.data is None:
+        return
+    rounds, rest = divmod(plan.pieces or plan.data, plan.data * plan.num_microbatches)
+    if plan.staleness != 0 and plan.pieces is not None and rest:
+        raise PlanError(
+            f"pieces={plan.pieces} does not go with staleness={plan.staleness}: replicas of "
+            "several ranks that step apart need equally many. Use a multiple of data x "
+            "microbatches."
+        )
+    if plan.replicas in (None, plan.data):
+        return
+    within, num_replicas = plan.data // plan.replicas, plan.replicas
+    if within & (within - 1):
+        raise PlanError(
+            f"data={plan.data} replicas={num_replicas} makes replicas of {within} ranks on the "
+            "data axis, which cannot add up their gradients as one subtree of the batch's. Use "
+            f"data={num_replicas * (1 << within.bit_length())}, or as many for each replica as "
+            "1, 2, 4, 8, ..., or add local_steps=2 or more."
+        )
+    if plan.pieces is None:
+        return
+    if rest or rounds & (rounds - 1):
+        good = plan.data * plan.num_microbatches
+        raise PlanError(
+            f"pieces={plan.pieces} do not make subtrees for replicas={num_replicas}: each of "
+            f"data={plan.data} ranks needs 1, 2, 4, 8, ... rounds. Use pieces={good} or "
+            f"{2 * good}, or an accumulate that is a power of two."
         )
 
 
@@ -337,11 +381,6 @@ def _refuse_local_steps(plan: "Plan") -> None:
         return
     parts = {"tensor": plan.tensor > 1, "zero": plan.zero == 3, "pipeline": plan.pipeline > 1}
     cut = next((key for key, is_cut in parts.items() if is_cut), "")
-    if cut and plan.fragments > 1:
-        raise PlanError(
-            f"fragments={plan.fragments} does not go with {cut}={getattr(plan, cut)} yet: each "
-            "rank would make fragments of its own part. Leave one of them out."
-        )
     if cut in ("tensor", "zero") and plan.codec != "none":
         raise PlanError(
             f"codec={plan.codec} does not go with {cut}={getattr(plan, cut)} and local_steps="

@@ -62,6 +62,7 @@ def make_strategy(
             checks=checks or plan.codec not in ("none", *HALF_CODECS),
             packing=_push_packing(plan, num_steps, loss_scale),
             hosts=plan.hosts,
+            round_size=plan.num_microbatches,
         )
         return ServerStrategy(plan.num_pieces, plan.staleness_bound, options)
     if chosen is LocalSGD:

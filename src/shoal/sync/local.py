@@ -113,6 +113,7 @@ class LocalSGD:
         self._is_alike = True  # whether weights are the same on all replicas
         self._marked, self._knows_marks = 0, True  # samples since weights were last averaged
         self._mark = 0  # of them and of those of the step under way
+        self._num_loaded = 0  # samples of the step under way
         self._told = _WindowReport([], b"")  # by this rank to the others, of a window
         self._gathered_in: Group | None = None  # who they were
 
@@ -339,6 +340,7 @@ class LocalSGD:
         own = self.inner.exchange(local, want_norm)
         assert own.mark is not None, "its ranks are in lockstep"
         self._mark = add_marks((self._marked, own.mark))
+        self._num_loaded = own.num_samples or 0
         busy_s = [local.busy_s] * self.mesh.world.num_ranks
         return own._replace(busy_s=busy_s, num_samples=None, digests=())
 

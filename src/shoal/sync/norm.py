@@ -21,7 +21,10 @@ class SharedNorm:
         self._start = sum(lengths[: world.rank])
 
     def of(self, gradients: Iterable[Tensor]) -> float:
-        own = block_norms(gradients)
+        return self.of_blocks(block_norms(gradients))
+
+    def of_blocks(self, own: Tensor) -> float:
+        """The same, given their norms."""
         table = torch.zeros(self._length)
         table[self._start : self._start + len(own)] = own
         return norm_of_blocks(self._world.merge(table))

@@ -17,6 +17,7 @@ Cost: 2/H times the packed bytes on the wire per step; in memory the anchor, the
 a codec, what is not sent yet, each as large as the weights.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import NamedTuple
@@ -48,6 +49,20 @@ class OuterConfig(NamedTuple):
     rate: float = 1.0
     momentum: float = 0.0
     codec: Codec | None = None
+
+
+def outer_step(
+    anchor: Tensor, mean: Tensor, velocity: Tensor | None, rate: float, momentum: float
+) -> Tensor:
+    """The new anchor: SGD with Nesterov momentum, in the mean's type. Also what servers step by.
+
+    Not fused: the last bits would depend on an element's place in the vector.
+    """
+    if momentum:
+        assert velocity is not None
+        velocity.mul_(momentum).add_(mean)
+        mean = mean + velocity * momentum
+    return (anchor.to(mean.dtype) - mean * rate).to(anchor.dtype)
 
 
 class FlatFragment:
@@ -156,12 +171,7 @@ class FlatFragment:
         assert mean is not None and self.sent is not None
         if self._dropped is not None:
             (self.residual, self.owed), self._dropped = self._dropped, None
-        # Not fused: the last bits would depend on an element's place in the vector.
-        if rule.momentum:
-            assert self.momentum is not None
-            self.momentum.mul_(rule.momentum).add_(mean)
-            mean = mean + self.momentum * rule.momentum
-        self.anchor = (self.anchor.to(self.dtype) - mean * rule.rate).to(self.anchor.dtype)
+        self.anchor = outer_step(self.anchor, mean, self.momentum, rule.rate, rule.momentum)
         now = self.anchor
         if keep_progress:
             now = self.weights() + (self.anchor.to(self.dtype) - self.sent)
@@ -223,12 +233,10 @@ class OuterOptimizer:
             for fragment_ in self._flat_fragments():
                 fragment_.join_group(*peers)
             return
-        named = averaged_parameters(model)
-        sizes = [p.nbytes for p in named.values()]
-        for run in split_fragments(sizes, self.timetable.num_fragments):
-            names = list(named)[run.start : run.stop]
+        named, sizes = averaged_parameters(model), _whole_sizes(model, holding)
+        for run in split_fragments(list(sizes.values()), self.timetable.num_fragments):
             kinds: dict[object, dict[str, Tensor]] = {}
-            for name in names:
+            for name in [n for n in list(sizes)[run.start : run.stop] if n in named]:
                 # What several stages hold is packed alike by all of them.
                 p, holders = named[name], holding.holders.get(name)
                 kinds.setdefault((p.dtype, p.device, holders), {})[name] = p
@@ -391,6 +399,16 @@ def averaged_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {n: held[n] for n, p in named if p.requires_grad and p.is_floating_point()}
 
 
+def _whole_sizes(model: nn.Module, holding: LocalLayout) -> dict[str, int]:
+    """The bytes of all that replicas average, also of what this rank holds in part or not at all:
+    so that all ranks of a replica cut the same fragments."""
+    return {
+        n: math.prod(holding.whole_shape(n, p)) * p.itemsize
+        for n, p in model.named_parameters()
+        if getattr(p, "trained_elsewhere", p.requires_grad) and p.is_floating_point()
+    }
+
+
 # ---- costs
 
 
@@ -434,11 +452,13 @@ def wide_bytes(layout: RankLayout) -> int:
 
 def _outer_buckets(layout: RankLayout) -> list[tuple[int, int]]:
     """The elements of each flat fragment, and the bytes of one."""
-    named = [p for p in layout.trained if p.dtype.is_floating_point]
+    named = {p.name: p for p in layout.trained if p.dtype.is_floating_point}
+    trained = [p for p in layout.facts.parameters if p.is_trained and p.dtype.is_floating_point]
+    sizes = [math.prod(p.shape) * p.dtype.itemsize for p in trained]
     found = []
-    for run in split_fragments([p.num_bytes for p in named], layout.plan.fragments):
+    for run in split_fragments(sizes, layout.plan.fragments):
         kinds: dict[object, list[LocalParameter]] = {}
-        for p in named[run.start : run.stop]:
+        for p in [named[p.name] for p in trained[run.start : run.stop] if p.name in named]:
             holders = layout.facts.pipeline_ranks(p.name)
             kinds.setdefault((p.dtype, holders if len(holders) > 1 else ()), []).append(p)
         for own in kinds.values():

@@ -141,13 +141,16 @@ def _tree(num_rounds: int, num_replicas: int, num_terms: int = 1) -> list[list[B
 
 class RankLayout:
     """One rank of a plan: its place, its rounds, its part of the model. Of those of a replica that
-    makes local steps, its place and rounds are those within it."""
+    steps apart from others, its place and rounds are those within it."""
 
     def __init__(self, facts: PlanFacts, rank: int):
         self.facts, self.plan = facts, facts.plan
         place = RankCoordinates.of(rank, facts.plan)
-        # A replica that makes local steps is a world of its own.
-        self.num_apart = self.plan.num_apart if self.plan.local_steps > 1 else 1
+        # A replica that steps apart is a world of its own.
+        plan = self.plan
+        steps_apart = plan.staleness_bound != 0 and plan.num_ranks_apart > 1
+        self.num_apart = plan.num_apart if plan.local_steps > 1 or steps_apart else 1
+        self._number_within = place.data % plan.num_within
         self.num_ranks = self.plan.num_ranks // self.num_apart
         self.world = "world" if self.num_apart == 1 else "replica"  # who make each step together
         # The ranks of the data axis that make each step together.
@@ -168,7 +171,10 @@ class RankLayout:
             return self.num_apart, self.replica
         if axis == "data":
             return self.num_replicas, self.place.data
-        return (self.num_ranks if axis == "replica" else self.plan.num_ranks), self.place.rank
+        if axis == "within":  # of the data axis, the ranks of one replica
+            return self.plan.num_within, self._number_within
+        num_ranks = self.plan.num_ranks_apart if axis == "replica" else self.plan.num_ranks
+        return num_ranks, self.place.rank
 
     @property
     def shares(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.comm.wire import bytes_of
 from shoal.parallel.boxes import split_box, whole_box
-from shoal.parallel.layout import WHOLE, Slice, whole_slice
+from shoal.parallel.layout import WHOLE, LocalLayout, Slice, whole_slice
 from shoal.parallel.striping import Stripes
 from shoal.sync.lazy_tables import part_name, rows_name, stripes_in
 from shoal.sync.state import (
@@ -80,9 +80,12 @@ def _parts(state: ShardedState) -> Iterator[tuple[str, Slice]]:
 
 
 def outline_state(
-    source: StateSource, runs: Iterable[tuple[OptimizedPart, tuple[int, ...]]]
+    source: StateSource,
+    runs: Iterable[tuple[OptimizedPart, tuple[int, ...]]],
+    holding: LocalLayout = WHOLE,
 ) -> ShardedState:
-    """What of a state belongs to some runs of elements, each given with its shape; no values."""
+    """What of a state belongs to some runs of elements, each given with its shape; no values.
+    They are runs of what a rank with this `holding` has."""
     tensors: dict[str, list[Slice]] = {}
     plain = {name: source.plain[name] for name in (KIND, GROUPS)}
     wholes = list(_tensor_names(plain[GROUPS], GROUPS))
@@ -103,7 +106,7 @@ def outline_state(
         for name in (*alike, *by_row):
             own = (shape[0], *source.shape(name)[1:]) if name in by_row else shape
             made = torch.empty(own, dtype=source.dtype(name), device="meta")
-            parts = run.row_parts(made, WHOLE) if name in by_row else run.parts(made, WHOLE)
+            parts = run.row_parts(made, holding) if name in by_row else run.parts(made, holding)
             tensors.setdefault(name, []).extend(parts)
     for name, _ in wholes:
         tensors[name] = [_outlined(source, name)]

@@ -336,6 +336,12 @@ def _refuse_on_servers(plan: Plan, model: nn.Module, name: str, module: Embeddin
             "rows, and there is no middle of one. Leave combine out, or make the embedding with "
             "sparse=False."
         )
+    if plan.num_ranks_apart > 1:
+        raise PlanError(
+            f"The table {name}, whose rows are on servers, does not go with replicas of "
+            f"{plan.num_ranks_apart} ranks yet: each rank looks up and pushes rows of its own. "
+            "Leave tensor, pipeline and replicas out, or make the embedding with sparse=False."
+        )
     for key, usual in {"local_steps": 1, "codec": "none", "hosts": 1}.items():
         if getattr(plan, key) != usual:
             raise PlanError(

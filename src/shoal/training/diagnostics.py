@@ -122,7 +122,7 @@ def check_agreed(agreed: GlobalStep, plan: Plan) -> GlobalStep:
             "means are compared, and servers know gradients only as sums. Return the mean, or "
             "leave combine out."
         )
-    dealt, weight = shares(plan.num_pieces, plan.num_replicas), sum(agreed.weights)
+    dealt, weight = shares(plan.num_pieces, plan.num_apart), sum(agreed.weights)
     loss = combine_losses(plan.combine, agreed.sums, agreed.weights, dealt)
     return agreed._replace(sums=[loss * weight], weights=[weight])
 

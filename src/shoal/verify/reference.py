@@ -111,7 +111,7 @@ class Replica:
         self.precision, self.loss_scale = self.precisions.at(0), LossScale(plan.precision)
         self.norm: float | None = None
         self.parameters = [p for p in self.model.parameters() if p.requires_grad and p.numel()]
-        self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
+        self.shares = [share(r, plan.num_apart, len(pieces)) for r in range(plan.num_apart)]
         self.exchange = make_exchange(run, plan, pieces, self.model, self.optimizer)
 
     def step(self, batch: Batch) -> tuple[float, float]:

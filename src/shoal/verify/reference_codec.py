@@ -315,7 +315,8 @@ class PlainExchange:
         optimizer: torch.optim.Optimizer,
     ):
         self.plan, self.pieces, self.num_gradients = plan, pieces, len(parameters)
-        self.shares = [share(r, plan.num_replicas, len(pieces)) for r in range(plan.num_replicas)]
+        count = plan.num_apart if plan.sync == "server" else plan.num_replicas
+        self.shares = [share(r, count, len(pieces)) for r in range(count)]
         # Out of lockstep a replica is one worker, whose pieces are a step of their own.
         pushed = self.shares if plan.staleness_bound == 0 else [range(len(pieces))]
         codec = plan.codec if plan.sync == "server" and plan.local_steps == 1 else "none"

@@ -27,10 +27,15 @@ from shoal.data.split import share
 from shoal.errors import RecipeError
 from shoal.numerics import schedules
 from shoal.numerics.precision import Precision, PrecisionSchedule
-from shoal.parallel.boxes import whole_box
+from shoal.parallel.apply import Survey
+from shoal.parallel.boxes import Box, whole_box
+from shoal.parallel.layout import slices_of_run
 from shoal.plans.plan import Plan
 from shoal.sync.server.anchor import make_outer
+from shoal.sync.server.layout import ServerLayout
+from shoal.sync.server.parts import part_on_servers
 from shoal.sync.server.shard import layout_of, served_parameters
+from shoal.training.build import build_model
 from shoal.training.run import Run, make_batches
 from shoal.verify.compare import (
     PATIENCE_S,
@@ -42,7 +47,7 @@ from shoal.verify.compare import (
     step_path,
 )
 from shoal.verify.reference import Replica
-from shoal.verify.reference_outer import ReferenceOuter
+from shoal.verify.reference_outer import ReferenceOuter, pipeline_ranks
 from shoal.verify.rounding import TOLERANCE, largest_difference, largest_finite, last_bits, perturb
 
 NUM_TWINS = 3
@@ -98,6 +103,45 @@ class ReplayServer:
             del self.versions[version]
 
 
+class ServedPart(NamedTuple):
+    """A part of the model that has servers of its own."""
+
+    layout: ServerLayout
+    boxes: list[list[tuple[str, Box]]]  # by key, what it has of which parameters of the model
+
+
+def parts_of(run: Run, plan: Plan) -> list[ServedPart]:
+    """Those of a plan; a single one if no replica is cut."""
+    survey = Survey()
+    if plan.num_parts > 1:
+        built = build_model(run, plan)
+        built.seeds.close()
+        survey = built.survey
+    found = []
+    for part in range(plan.num_parts):
+        whole: nn.Module = run.make_model()
+        optimizer: torch.optim.Optimizer = run.make_optimizer(whole)
+        model, holding = part_on_servers(whole, optimizer, plan, survey, part)
+        if plan.local_steps > 1:
+            model, optimizer = make_outer(model, plan)
+        layout, named = (
+            layout_of(model, optimizer, plan.num_servers // plan.num_parts),
+            served_parameters(model),
+        )
+        boxes = [
+            [
+                (name, Box(own.offset, tuple(own.tensor.shape)))
+                for s in layout.segments(key)
+                for name, p in [named[s.parameter]]
+                if holding.is_first(name)
+                for own in slices_of_run(name, p.shape, s.start, p.new_empty(s.length), holding)
+            ]
+            for key in range(len(layout.keys))
+        ]
+        found.append(ServedPart(layout, boxes))
+    return found
+
+
 class VersionTrace(NamedTuple):
     """The versions that a worker pulled, that its step made, and that it pulled next."""
 
@@ -128,7 +172,11 @@ class StepRecords:
         self.differences: dict[TensorLocation, float] = {}
         # By replica and step, of each of its ranks.
         self._steps: dict[tuple[int, int], list[StepRecord]] = {}
-        self._ranks = ranks_by_replica((1, plan.num_apart, plan.num_within, 1))
+        shape = plan.pipeline, plan.num_apart, plan.num_within, plan.tensor
+        self._ranks = ranks_by_replica(shape)
+        width = plan.num_within * plan.tensor
+        # Those of a replica that speak with servers, each with those of its part.
+        self._speakers = [p * width + t for p in range(plan.pipeline) for t in range(plan.tensor)]
         self._deadline = time.monotonic() + PATIENCE_S
 
     def __call__(self, worker: int, step: int) -> VersionTrace | None:
@@ -138,8 +186,12 @@ class StepRecords:
         paths = self._paths(worker, step)
         if (worker, step) not in self.traces and all(path.exists() for path in paths):
             found = self._steps[worker, step] = [StepRecord(load_file(path)) for path in paths]
-            first = found[0]  # which speaks with servers
-            self.traces[worker, step] = VersionTrace(first.pulled, first.applied, first.next)
+            speakers = [found[i] for i in self._speakers]
+            kinds = ([getattr(s, kind) for s in speakers] for kind in ("pulled", "applied", "next"))
+            # Servers of the parts take turns.
+            self.traces[worker, step] = VersionTrace(
+                *([v for turn in zip(*by_part, strict=True) for v in turn] for by_part in kinds)
+            )
             self._deadline = time.monotonic() + PATIENCE_S
         return self.traces.get((worker, step))
 
@@ -216,13 +268,13 @@ class Replay:
         self.servers = [ReplayServer(run, plan) for _ in range(plan.num_servers)]
         self.shares = [share(r, plan.num_apart, plan.num_pieces) for r in range(plan.num_apart)]
         self.workers = [Replica(run, plan, pieces) for pieces in self.shares]
-        self.outers = [ReferenceOuter([w.model], plan, run.num_steps()) for w in self.workers]
+        steps, ranks = run.num_steps(), pipeline_ranks(run, plan)
+        self.outers = [ReferenceOuter([w.model], plan, steps, ranks) for w in self.workers]
         for worker in self.workers if plan.local_steps == 1 else ():
             worker.optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
         self.names = [name for name, _ in served_parameters(self.workers[0].model)]
         self.batches = make_batches(run, plan.num_pieces)
-        first = self.servers[0]
-        self.layout = layout_of(first.model, first.optimizer, plan.num_servers)
+        self.parts = parts_of(run, plan)
         self.next_step = [1] * plan.num_apart
         self.pending: dict[int, PendingStep] = {}
         self.trace_of: dict[int, VersionTrace] = {}
@@ -316,9 +368,11 @@ class Replay:
     def _composed(self, versions: Sequence[int]) -> Iterator[Tensor]:
         """The parameters, each element from its server's version."""
         parts = [copy.versions[v] for copy, v in zip(self.servers, versions, strict=True)]
-        made = [value.clone() for value in parts[0]]
-        for key, server in enumerate(self.layout.holders):
-            for s in self.layout.segments(key):
-                where = slice(s.start, s.stop)
-                made[s.parameter].view(-1)[where] = parts[server][s.parameter].view(-1)[where]
-        yield from made
+        made = dict(zip(self.names, (value.clone() for value in parts[0]), strict=True))
+        numbers = {name: number for number, name in enumerate(self.names)}
+        for number, part in enumerate(self.parts):
+            for holder, boxes in zip(part.layout.holders, part.boxes, strict=True):
+                values = parts[holder * len(self.parts) + number]
+                for name, box in boxes:
+                    box.of(made[name]).copy_(box.of(values[numbers[name]]))
+        yield from made.values()

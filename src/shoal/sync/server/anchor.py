@@ -2,35 +2,29 @@
 
 The anchor is the weights as of the last agreement, in the form of a model, so that whatever trains
 a model through servers trains it too: its gradient is what a replica's weights have moved away from
-it. The arithmetic is that of `sync/outer.py`, element for element.
+it, and it moves by `outer_step` of `sync/outer.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.layout import LocalLayout, Slice, slices_within
+from shoal.parallel.layout import Slice
 from shoal.plans.plan import Plan
-from shoal.sync.outer import ANCHOR, MOMENTUM, OuterConfig, averaged_parameters
+from shoal.sync.outer import ANCHOR, MOMENTUM, OuterConfig, averaged_parameters, outer_step
+from shoal.sync.server.parts import PartOfModel
 from shoal.sync.state import ParameterRun, StateSource, TrainState
-
-if TYPE_CHECKING:
-    from shoal.parallel.apply import Survey
 
 _STATE = "momentum"  # of the optimizer
 
 
-class Anchor(nn.Module):
-    """Parameters under the model's names, and nothing else of it."""
+class Anchor(PartOfModel):
+    """Of weights that it takes for its own."""
 
     def __init__(self, named: Mapping[str, Tensor]):
-        super().__init__()
-        self._named = {name: nn.Parameter(value) for name, value in named.items()}
-
-    def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, nn.Parameter]]:
-        yield from self._named.items()
+        super().__init__({name: nn.Parameter(value) for name, value in named.items()})
 
 
 def served_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -58,26 +52,15 @@ class OuterSGD(torch.optim.Optimizer):
     def _move(self, p: Tensor, rate: float, momentum: float) -> None:
         wide = torch.promote_types(p.dtype, torch.float32)
         assert p.grad is not None
-        mean = p.grad.to(wide) / self.total
-        # Not fused: the last bits would depend on an element's place in the vector.
-        if momentum:
-            state = self.state[p]
-            if not state:
-                state[_STATE] = torch.zeros_like(p, dtype=wide)
-            state[_STATE].mul_(momentum).add_(mean)
-            mean = mean + state[_STATE] * momentum
-        p.copy_(p.to(wide) - mean * rate)
+        if momentum and not self.state[p]:
+            self.state[p][_STATE] = torch.zeros_like(p, dtype=wide)
+        velocity = self.state[p][_STATE] if momentum else None
+        p.copy_(outer_step(p, p.grad.to(wide) / self.total, velocity, rate, momentum))
 
 
-def make_outer(
-    model: nn.Module, plan: Plan, survey: "Survey | None" = None, part: int = 0
-) -> tuple[Anchor, OuterSGD]:
-    """What a server of local steps trains, and by what: a part of the model, where the `survey`
-    has cut it."""
-    weights = served_weights(model)
-    if survey is not None:
-        weights = survey.held_at(plan, *divmod(part, plan.tensor), weights)
-    anchor = Anchor(weights)
+def make_outer(model: nn.Module, plan: Plan) -> tuple[Anchor, OuterSGD]:
+    """What a server of local steps trains, and by what; `model` may be a part of it."""
+    anchor = Anchor(served_weights(model))
     total = plan.num_apart if plan.staleness_bound == 0 else 1  # terms of a sum
     return anchor, OuterSGD(anchor.parameters(), OuterConfig(*plan.outer_rates), total)
 
@@ -91,10 +74,8 @@ def outer_name(name: str) -> str:
 class OuterSource:
     """A checkpoint as servers of an anchor take it. A momentum that is missing is none."""
 
-    def __init__(
-        self, source: StateSource, anchor: Anchor, rule: OuterConfig, holding: LocalLayout
-    ):
-        self._source, self._holding = source, holding
+    def __init__(self, source: StateSource, anchor: Anchor, rule: OuterConfig):
+        self._source = source
         alike: dict[Tensor, ParameterRun] = {
             nn.Parameter(torch.empty_like(p, device="meta")): ParameterRun(name, p.shape)
             for name, p in anchor.named_parameters()
@@ -115,9 +96,7 @@ class OuterSource:
         return self._source.shape(self._found(name))
 
     def fill(self, name: str, places: Sequence[Slice]) -> None:
-        found = outer_name(name)
-        parameter = found.removeprefix(MOMENTUM).removeprefix("model.")
-        self._source.fill(self._found(name), slices_within(parameter, places, self._holding))
+        self._source.fill(self._found(name), places)
 
     def _found(self, name: str) -> str:
         anchor = ANCHOR + name.removeprefix("model.")

@@ -2,7 +2,7 @@
 
 It uses the layout that workers and servers use themselves (`layout.py`). Parameters count as sent
 also where they are read in memory that a host shares; the few bytes of the requests around them do
-not count. A worker's costs are beside its code: `strategy.py`, `outer_client.py`.
+not count. A worker's: `worker_costs.py`, and under local steps `outer_client.py`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,11 @@ _made_layout = lru_cache(16)(make_layout)  # a search asks for the same with man
 
 
 def pushed_blocks(layout: RankLayout) -> list[Block]:
-    """The partial sums that a worker pushes; the servers add them in the order of the tree."""
+    """The partial sums that a rank pushes; the servers add them in the order of the tree."""
+    count, number = layout.line("within")
+    if count > 1:  # the first pushes the sum of all
+        rounds = layout.plan.num_rounds // layout.plan.num_apart
+        return [Block(layout.replica * rounds, rounds)] if not number else []
     if layout.plan.staleness_bound == 0:
         return layout.tree[layout.place.data]
     own = blocks_of(range(len(layout.rounds)))

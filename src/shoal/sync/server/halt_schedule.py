@@ -2,11 +2,12 @@
 
 All workers know beforehand where the whole state is wanted. If a rank asks for a stop or a meeting,
 a server names a step that no worker has reached yet, and sends it with the parameters. Pure, but
-for the request.
+for the request, and for what the ranks of a replica tell each other.
 """
 
 from collections.abc import Callable
 
+from shoal.comm.collectives import Group
 from shoal.comm.mesh import NO_REQUESTS, RankRequests
 from shoal.sync.server.client import ServerClient
 from shoal.sync.server.messages import AskHalt, Halt
@@ -28,6 +29,13 @@ class HaltSchedule:
         """Let a server name a step, unless it has."""
         if any(requests) and (self.halt is None or self.halt.step <= batch):
             client.answer(client.ask(0, AskHalt, batch=batch, for_good=requests.stop))
+
+    def hear(self, replica: Group) -> None:
+        """Know what the first rank of a replica does. Every rank of it must call it."""
+        if replica.num_ranks > 1:
+            told = [0, 0] if self.halt is None else [self.halt.step, self.halt.for_good]
+            step, for_good = replica.all_gather_numbers(told)[0]
+            self.halt = Halt(int(step), bool(for_good)) if step else None
 
     def requests_after(self, step: int) -> RankRequests:
         if self.halt is None or self.halt.step != step:

@@ -13,25 +13,27 @@ With a deadline no replica waits for a late one, so each reports its own losses 
 buffers, as out of lockstep; the server that closes rounds counts samples.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
-from shoal.comm.collectives import Group
 from shoal.comm.mesh import NO_REQUESTS, Mesh, RankRequests
 from shoal.logs import warn_once
 from shoal.parallel.layout import Slice
 from shoal.sync.averaging import StagedAverage
-from shoal.sync.costs import Amount, Message, StepCosts
+from shoal.sync.costs import DOUBLE, Amount, Message, StepCosts, all_reduce_message
 from shoal.sync.local import LocalSGD, is_finite, mean_messages, window_costs, window_message
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.replicas import REPLICAS, replica_name
 from shoal.sync.server.anchor import served_weights
+from shoal.sync.server.messages import RoundClosed
 from shoal.sync.server.outer_client import OuterClient, push_message, pushed_memory
+from shoal.sync.server.parts import spread
+from shoal.sync.server.worker_costs import shared_messages, spread_message
+from shoal.sync.server.worker_mesh import SharedByParts
 from shoal.sync.state import ShardedState, StateSource
 from shoal.sync.strategy import GlobalStep, LocalStep, ServerLink, Strategy
 
@@ -55,6 +57,7 @@ class LocalServerStrategy(LocalSGD):
             0  # since a round was joined; with the step under way
         )
         self._joined_round = True  # the last round
+        self._shared: SharedByParts | None = None
 
     def _join_group(self, mesh: Mesh) -> None:
         self._weights = served_weights(self.model)
@@ -64,6 +67,8 @@ class LocalServerStrategy(LocalSGD):
         if self._alike.num_ranks > 1:
             window = int(self._alike.all_gather_numbers([window])[0][0])
         self._seat_step = self.outer_client.last_step_before(window)
+        if not self._meets and mesh.own.num_ranks > 1:
+            self._shared = SharedByParts(mesh.own, self.holding, self._weights.items())
 
     @property
     def _speaks(self) -> bool:
@@ -134,16 +139,12 @@ class LocalServerStrategy(LocalSGD):
         if self._meets:
             return super().exchange(local, want_norm)
         own = self._exchange_within(local, want_norm)._replace(mark=None)
-        self._pending_samples = self._num_samples + local.num_samples
+        self._pending_samples = self._num_samples + self._num_loaded
         asked = NO_REQUESTS
         if self.timetable.ends_window(step) and not (
             self.checks and not is_finite(self.inner, own)
         ):
-            asked = own.asked
-            if self._speaks:
-                asked = self.outer_client.requests_after(step, asked)
-            if self._alike.num_ranks > 1:  # as the one that has heard servers says
-                asked = RankRequests(*map(bool, self._alike.all_gather_numbers([*asked])[0]))
+            asked = self.outer_client.requests_after(step, own.asked, self.mesh.own.world)
         return own._replace(asked=asked)
 
     @staticmethod
@@ -155,9 +156,10 @@ class LocalServerStrategy(LocalSGD):
         if layout.place.data:
             pushed = msgspec.structs.replace(pushed, count=0, num_bytes=0)
         if not layout.plan.waits_for_all:
-            return window_costs(layout, kept, [pushed, _spread_message(layout)], [])
+            sums = [pushed, spread_message(layout), *shared_messages(layout)]
+            return window_costs(layout, kept, sums, _told_apart(layout))
         means = mean_messages(layout, f"buffers, {times}")
-        sums = [pushed, _spread_message(layout), *means]
+        sums = [pushed, spread_message(layout), *means]
         return window_costs(layout, kept, sums, [window_message(layout)])
 
     def state_dict(self) -> ShardedState:
@@ -181,18 +183,35 @@ class LocalServerStrategy(LocalSGD):
             if self._gathered_in is not self.mesh.world:
                 self._gather_numbers()  # some replicas, and a newcomer, do not have them yet
             self._means = StagedAverage(self.group, [*self.model.buffers()], self._alike)
-        if self._speaks:
-            self._joined_round = self.outer_client.agree(step, self._pending_samples, self._mark)
-        if self._alike.num_ranks > 1:
-            _spread(self._alike, self._weights.values())
         if self.outer_client.closes_early:
-            self._record_round()
+            self._agree_in_round(step)
+        elif self._speaks:
+            self.outer_client.agree(step)
+        spread(self._alike, self._weights.values())
+        if self._shared is not None:
+            self._shared.spread()
 
-    def _record_round(self) -> None:
-        joined = self.outer_client.last_round
+    def _agree_in_round(self, step: int) -> None:
+        """The first rank of the replica joins a round with it, once servers of all parts have what
+        it brings; the others hear what was decided."""
+        client, world = self.outer_client, self.mesh.own.world
+        if self._speaks:
+            client.push_window(step)
+            client.check_rows(first=int(world.rank == 0))
+        if world.num_ranks > 1:
+            world.all_gather_numbers([step])
+        joined = None
+        if world.rank == 0:
+            joined = client.join_round(self._pending_samples, self._mark)
+        if world.num_ranks > 1:
+            told = _round_in_numbers(joined, self.group.num_ranks)
+            joined = _round_of(world.all_gather_numbers(told)[0])
         assert joined is not None
-        self.late_mark = joined.mark if self._joined_round and self._knows_marks else None
-        if not self._joined_round:
+        client.last_round, self._joined_round = joined, joined.is_in
+        if self._speaks:
+            client.follow(joined)
+        self.late_mark = joined.mark if joined.is_in and self._knows_marks else None
+        if not joined.is_in and world.rank == 0:
             warn_once(
                 f"Replica {self.group.rank} came after the deadline of a round. Its progress "
                 "goes into a later one, with its samples. Is it often so? Give a longer deadline."
@@ -227,20 +246,36 @@ class LocalServerStrategy(LocalSGD):
         return {name: p for name, p in super()._untrained().items() if name not in served}
 
 
-@torch.no_grad()
-def _spread(alike: Group, weights: Collection[Tensor]) -> None:
-    """Give the weights of the first of these ranks to the others."""
-    for dtype in dict.fromkeys(p.dtype for p in weights):
-        same = [p for p in weights if p.dtype == dtype]
-        flat = torch.cat([p.reshape(-1) for p in same])
-        alike.broadcast(flat, 0)
-        for p, part in zip(same, flat.split([p.numel() for p in same]), strict=True):
-            p.copy_(part.view(p.shape))
+def _round_in_numbers(joined: RoundClosed | None, num_replicas: int) -> list[float]:
+    """To be sent; zeros from who does not know."""
+    if joined is None:
+        return [0.0] * (5 + 2 * num_replicas)
+    counts = joined.counts or [0.0] * num_replicas
+    mark = -1 if joined.mark is None else joined.mark
+    first = [joined.is_in, bool(joined.counts), mark, joined.num_rounds, joined.num_early]
+    return [*map(float, first), *counts, *map(float, joined.num_late)]
 
 
-def _spread_message(layout: RankLayout) -> Message:
-    """The weights of a window, to the ranks of a replica that hold the same."""
-    others = layout.num_replicas - 1 if not layout.place.data else 0
-    sizes = [p.num_bytes for p in layout.trained if p.dtype.is_floating_point]
-    kinds = {p.dtype for p in layout.trained if p.dtype.is_floating_point}
-    return Message("weights", "data", "broadcast", len(kinds) * bool(others), others * sum(sizes))
+def _round_of(numbers: list[float]) -> RoundClosed:
+    is_in, has_counts, mark, num_rounds, num_early, *rest = numbers
+    count = len(rest) // 2
+    return RoundClosed(
+        request=0,
+        is_in=bool(is_in),
+        counts=rest[:count] if has_counts else [],
+        mark=None if mark < 0 else int(mark),
+        num_rounds=int(num_rounds),
+        num_early=int(num_early),
+        num_late=[*map(int, rest[count:])],
+    )
+
+
+def _told_apart(layout: RankLayout) -> list[Message]:
+    """What the ranks of a replica tell each other of a window that is not waited for."""
+    plan = layout.plan
+    size = plan.num_ranks_apart * DOUBLE
+    told = [all_reduce_message("when to stop", "replica", [2 * size], layout)]
+    if plan.deadline_s is not None:
+        sizes = [size, (5 + 2 * plan.num_apart) * size]
+        told.append(all_reduce_message("who is in a round", "replica", sizes, layout))
+    return told

@@ -20,18 +20,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shoal.comm.collectives import Group
 from shoal.comm.compression import encode_with_residual, zero_ranges
 from shoal.comm.mesh import Mesh, RankRequests
 from shoal.faults import faultpoint
 from shoal.numerics.codecs import make_codec
 from shoal.numerics.fragments import FragmentSchedule
-from shoal.parallel.layout import LocalLayout, Slice, slices_within, whole_slice
+from shoal.parallel.layout import LocalLayout, Slice, slices_of
 from shoal.sync.costs import Amount, Message
-from shoal.sync.outer import MOMENTUM, RESIDUAL, OuterConfig, wide_bytes
+from shoal.sync.outer import RESIDUAL, OuterConfig, wide_bytes
 from shoal.sync.rank_layout import RankLayout
 from shoal.sync.server.anchor import Anchor, OuterSGD, OuterSource, outer_name
 from shoal.sync.server.costs import layout_on_servers
 from shoal.sync.server.messages import CheckRows, JoinRound, Push, RoundClosed
+from shoal.sync.server.parts import line_of
 from shoal.sync.server.shard import ChangedSettings
 from shoal.sync.server.strategy import ServerStrategy, WorkerOptions
 from shoal.sync.state import StateSource
@@ -73,8 +75,8 @@ class OuterClient(ServerStrategy):
             self.optimizer = OuterSGD(self.anchor.parameters(), self.rule)
             # Out of lockstep a fast replica's last window, a short one, comes before others' long.
             self._settings = ChangedSettings(self.optimizer, always=("lr", "momentum"))
-        self.num_pieces = mesh.peers.num_ranks
-        self.attach(self.anchor, self.optimizer, _line_of(mesh), holding)
+        self.num_pieces = self.num_rounds = mesh.peers.num_ranks
+        self.attach(self.anchor, self.optimizer, line_of(mesh), holding)
 
     def window_of(self, step: int) -> int:
         """The window that a step belongs to. Steps count from 1, windows from 0."""
@@ -84,11 +86,15 @@ class OuterClient(ServerStrategy):
         return min(window * self.timetable.local_steps, self.timetable.num_steps)
 
     @torch.no_grad()
-    def agree(self, step: int, num_samples: int = 0, mark: int = 0) -> bool:
-        """Push the progress up to the end of a window, and take the new anchor.
+    def agree(self, step: int) -> None:
+        """Push the progress up to the end of a window, and take the new anchor."""
+        self.push_window(step)
+        if self.in_lockstep:
+            list(self._read_sums(self._ask_sums(self._all_pieces, want_norm=False)))
+        self._take_anchor()
 
-        False if the round closed without it: then nothing counts of so many samples.
-        """
+    @torch.no_grad()
+    def push_window(self, step: int) -> None:
         self.batch = self.window_of(step)
         is_short = step % self.timetable.local_steps != 0
         for group in self.optimizer.param_groups:
@@ -100,80 +106,83 @@ class OuterClient(ServerStrategy):
         for p, weight in zip(self.parameters, self.weights, strict=True):
             p.grad = p - weight
         self.buckets.send_rest()
-        if self.closes_early:
-            joined = self._join(num_samples, mark)
-            if not joined.is_in:
-                self._follow_anchor()
-                return False
-            self._counts = joined.counts
-        elif self.in_lockstep:
-            list(self._read_sums(self._ask_sums(self._all_pieces, want_norm=False)))
-        if self.closes_early and not self._counts:  # it was long stepped on
-            self._pull(self.batch + 1, self.halts.meets_after(self.batch + 1))
-            self._advance_to(self.batch + 1)
-        else:
-            self.update(1.0, check=False)
+
+    def _take_anchor(self) -> None:
+        self.update(1.0, check=False)
         self.residual |= self._dropped
         self.load_anchor()
-        return True
 
-    def _join(self, num_samples: int, mark: int) -> RoundClosed:
-        """Wait until the round is closed. All other servers have the rows by then: a replica in a
-        round may stop for a while without delaying others."""
-        which = {"batch": self.batch, "attempt": self._attempt}
-        others = range(1, len(self.client))
+    def check_rows(self, first: int) -> None:
+        """Wait until all servers from the `first` on have the rows: a replica in a round may stop
+        for a while without delaying others."""
         self._requests.answers(
-            [self._requests.ask(server, CheckRows, **which) for server in others]
+            [
+                self._requests.ask(server, CheckRows, **self._attempted)
+                for server in range(first, len(self.client))
+            ]
         )
+
+    def join_round(self, num_samples: int, mark: int) -> RoundClosed:
+        """Wait until the round is closed, which the first server of all decides on. All others
+        have the rows by then."""
         brought = {"num_samples": num_samples, "mark": mark}
         waits = self.halts.meets_after(self.batch + 1)
-        asked = self._requests.ask(0, JoinRound, **which, **brought, waits=waits)
+        asked = self._requests.ask(0, JoinRound, **self._attempted, **brought, waits=waits)
         joined: RoundClosed = self._requests.answers([asked])[0][0]
-        self.last_round = joined
         return joined
 
-    def _follow_anchor(self) -> None:
-        """Move the weights as the anchor has moved, so that what they are away from it stays."""
+    @torch.no_grad()
+    def follow(self, joined: RoundClosed) -> None:
+        """Take what the servers of this part made of the round. If it closed without this replica,
+        nothing counts of what it brought: its weights move as the anchor has moved, so that what
+        they are away from it stays."""
+        if joined.counts and joined.is_in:
+            self._counts = joined.counts
+            self._take_anchor()
+            return
         before = [p.detach().clone() for p in self.parameters]
-        self._pull(self.batch + 1, meets=False)
+        # What it is in was long stepped on.
+        self._pull(self.batch + 1, joined.is_in and self.halts.meets_after(self.batch + 1))
         self._advance_to(self.batch + 1)
+        if joined.is_in:
+            self.residual |= self._dropped
+            self.load_anchor()
+            return
         for weight, p, old in zip(self.weights, self.parameters, before, strict=True):
             weight.add_(p - old)
+
+    @property
+    def _attempted(self) -> dict[str, int]:
+        return {"batch": self.batch, "attempt": self._attempt}
 
     @torch.no_grad()
     def load_anchor(self) -> None:
         """Let the weights be the anchor."""
         torch._foreach_copy_(self.weights, list(self.anchor.parameters()))
 
-    def requests_after(self, step: int, asked: RankRequests) -> RankRequests:
-        """Whether all stop or meet after this end of a window. Who is asked to lets a server name
-        the one after which they do."""
+    def requests_after(self, step: int, asked: RankRequests, replica: Group) -> RankRequests:
+        """Whether all stop or meet after this end of a window. Every rank of a replica calls it."""
         self.batch = self.window_of(step)
-        self.halts.ask(self.client, self.batch, asked)
-        return self.halts.requests_after(self.batch + 1)
+        return self.requests_of_all(replica, self.batch, asked)
 
     def outer_state(self, own: str) -> dict[str, list[Slice]]:
         """What servers hold beside the anchor, and what was not sent yet, with `own` before it."""
         fetched = self._served.fetch().tensors
-        served = {outer_name(n): parts for n, parts in fetched.items() if n[:6] != "model."}
-        found = {
-            name: slices_within(name.removeprefix(MOMENTUM), parts, self.holding)
-            for name, parts in served.items()
-        }
+        found = {outer_name(n): parts for n, parts in fetched.items() if n[:6] != "model."}
         for (name, p), flat in zip(self.named, self._residuals(), strict=True):
             if self.rule.codec is not None:
-                found[own + RESIDUAL + name] = [whole_slice(flat.view(p.shape))]
+                found[own + RESIDUAL + name] = slices_of(name, flat.view(p.shape), self.holding)
         return found
 
     @torch.no_grad()
     def load_outer(self, own: StateSource, mean: StateSource, step: int) -> None:
         """Take over the state after `step`: `own` is this replica's, `mean` that over all."""
-        source = OuterSource(mean, self.anchor, self.rule, self.holding)
+        source = OuterSource(mean, self.anchor, self.rule)
         self.load_state_dict(source, self.window_of(step + 1))
         flats = self._residuals()
         for (name, p), flat in zip(self.named, flats, strict=True):
             if RESIDUAL + name in own:
-                own.fill(RESIDUAL + name, [whole_slice(flat.view(p.shape))])
+                own.fill(RESIDUAL + name, slices_of(name, flat.view(p.shape), self.holding))
         self.residual = {} if self.rule.codec is None else self._by_key(flats)
 
     def begin_after(self, step: int) -> None:
@@ -235,16 +244,6 @@ class OuterClient(ServerStrategy):
             for s in segments:
                 made[number][s.place : s.place + s.length] = flats[s.parameter][s.start : s.stop]
         return made
-
-
-def _line_of(mesh: Mesh) -> Mesh:
-    """This rank and its peers, with the servers of the part of the model that they hold."""
-    assert mesh.servers is not None
-    part = mesh.tensor.rank + mesh.tensor.num_ranks * mesh.pipeline.rank
-    num_parts = mesh.tensor.num_ranks * mesh.pipeline.num_ranks
-    servers = mesh.servers._replace(addresses=mesh.servers.addresses[part::num_parts])
-    sizes = tuple(s._replace(num_servers=s.num_servers // num_parts) for s in mesh.sizes)
-    return mesh._replace(data=mesh.peers, servers=servers, sizes=sizes)
 
 
 def _wide(p: Tensor) -> torch.dtype:

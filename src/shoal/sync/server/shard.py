@@ -26,7 +26,7 @@ from shoal.numerics.optimizers import (
 )
 from shoal.numerics.reserved import ReservedParameter, clear_rows, touched_rows
 from shoal.numerics.threads import ComputeThreads
-from shoal.parallel.layout import Slice
+from shoal.parallel.layout import WHOLE, LocalLayout, Slice
 from shoal.parallel.striping import tables_of, weights_of
 from shoal.sync.digests import CachedListing, NamedTensor
 from shoal.sync.guard import CorruptState, Guard, corruption_message, find_address, tensors_in
@@ -121,10 +121,13 @@ class ServerShard:
         tables: ServerTables | None = None,
         shared: bool = True,
         check_every: int = 0,
+        holding: LocalLayout = WHOLE,
     ):
-        """What server `number` steps on; a copy that no worker reads need not be shared. With
-        `check_every` it is guarded from one step to the next, all of it in so many."""
+        """What server `number` steps on, of a part of the model if `holding` says so; a copy that
+        no worker reads need not be shared. With `check_every` it is guarded from one step to the
+        next, all of it in so many."""
         self.layout, self.optimizer, self.number = layout, optimizer, number
+        self._holding = holding
         self._guard, self._num_steps = Guard(check_every, follows=True), 0
         self._listing = CachedListing()
         self.tables = ServerTables(nn.Module(), number, 1) if tables is None else tables
@@ -352,7 +355,10 @@ class ServerShard:
 
     def state_dict(self) -> ShardedState:
         self.check_digests()
-        return TrainState({}, self.optimizer, self.runs).state_dict(with_runs=True)
+        return self._state().state_dict(with_runs=True)
+
+    def _state(self) -> TrainState:
+        return TrainState({}, self.optimizer, self.runs, self._holding)
 
     def dump(self, dump: DumpState) -> ShardedState:
         """All; or the gradients of the last step; or the rows of tables alone."""
@@ -387,15 +393,13 @@ class ServerShard:
         self._guard.forget()
         source = ExpandedSource(source, self._lazy)
         for run, own in self.runs.items():
-            parts = own.parts(run, TrainState({}, self.optimizer, self.runs).holding)
-            source.fill(f"model.{own.name}", parts)
+            source.fill(f"model.{own.name}", own.parts(run, self._holding))
         self.sets.mark_replaced()
-        TrainState({}, self.optimizer, self.runs).load_state_dict(source)
+        self._state().load_state_dict(source)
 
     def _parts(self, tensors: Mapping[Tensor, Tensor]) -> Iterable[tuple[str, Slice]]:
-        holding = TrainState({}, self.optimizer, self.runs).holding
         for run, tensor in tensors.items():
-            for part in self.runs[run].parts(tensor, holding):
+            for part in self.runs[run].parts(tensor, self._holding):
                 yield self.runs[run].name, part
 
 
