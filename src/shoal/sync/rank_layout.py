@@ -196,7 +196,7 @@ class RankLayout:
     @cached_property
     def parameters(self) -> list[LocalParameter]:
         """In the model's order, without those that only other stages use."""
-        sharded = {name for unit in self._units() for name in unit}
+        sharded = {name for unit in self._units for name in unit}
         held = self.owned - self.facts.tables.keys()
         return [self._local(p, sharded) for p in self.facts.parameters if p.name in held]
 
@@ -279,7 +279,7 @@ class RankLayout:
         by_name = {p.name: p for p in self.parameters}
         return [
             sum(self.num_replicas * by_name[name].filled_bytes for name in unit)
-            for unit in self._units()
+            for unit in self._units
         ]
 
     @cached_property
@@ -294,9 +294,11 @@ class RankLayout:
     def whole_units(self) -> list[list[tuple[int, ModelParameter]]]:
         """The parameters of each unit of zero=3, with their numbers."""
         known = {p.name: (index, p) for index, p in enumerate(self.facts.parameters)}
-        return [[known[name] for name in unit] for unit in self._units() if unit]
+        return [[known[name] for name in unit] for unit in self._units if unit]
 
+    @property
     def _units(self) -> list[list[str]]:
+        """Of zero=3, the names of the parameters of each unit."""
         units = self.facts.units
         return units[self.place.pipeline] if units else []
 
