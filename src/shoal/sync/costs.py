@@ -177,8 +177,7 @@ def buffers_held(layout: RankLayout) -> Amount:
 def optimizer_state(layout: RankLayout, parts: Iterable[tuple[str, Sequence[int]]]) -> Amount:
     """Of what this rank's optimizer steps on: names of parameters, and shapes of parts of them."""
     state, stepped = layout.facts.state, list(parts)
-    sizes = [[kept.itemsize for kept in each if kept.dims is None] for each in state.values()]
-    each = " or ".join(map(str, sorted({sum(own) for own in sizes})))
+    each = " or ".join(map(str, layout.facts.state_sizes))
     total = sum(kept.num_bytes(shape) for name, shape in stepped for kept in state.get(name, ()))
     num_stepped = sum(math.prod(shape) for _, shape in stepped)
     words = f"{each} bytes for each of {num_stepped:,} elements"

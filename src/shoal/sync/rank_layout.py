@@ -121,6 +121,12 @@ class PlanFacts:
     def ranks(self) -> list["RankLayout"]:
         return [RankLayout(self, rank) for rank in range(self.plan.num_ranks)]
 
+    @cached_property
+    def state_sizes(self) -> list[int]:
+        """The bytes of the optimizer's state for an element of each parameter; without repeats."""
+        kept = ([t.itemsize for t in own if t.dims is None] for own in self.state.values())
+        return sorted({sum(sizes) for sizes in kept})
+
     def pipeline_ranks(self, name: str) -> tuple[int, ...]:
         """Those that hold a parameter."""
         found, plan = self.survey.stages, self.plan
@@ -204,12 +210,12 @@ class RankLayout:
     def trained(self) -> list[LocalParameter]:
         return [p for p in self.parameters if p.is_trained]
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
         """Elements of the parameters that are trained."""
         return sum(p.num_elements for p in self.trained)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Of the whole gradient of what this rank holds."""
         return sum(p.num_bytes for p in self.trained)

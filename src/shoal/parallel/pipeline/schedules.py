@@ -79,9 +79,10 @@ def order_work(
         num_stages=num_ranks * num_own, group_size=num_ranks, group_rank=0, submod=None
     )
     made = _PYTORCHS[schedule]([stage] * num_own, num_microbatches)
+    kinds = {kind.value: kind for kind in ActionKind}  # to ask the class costs as much as the rest
     return [
         [
-            Action(ActionKind(item.computation_type.value), item.stage_index, item.microbatch_index)
+            Action(kinds[item.computation_type.value], item.stage_index, item.microbatch_index)
             for item in made.pipeline_order[rank]
             if item is not None
         ]
