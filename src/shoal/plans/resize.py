@@ -141,6 +141,8 @@ def resize_plan(plan: Plan, text: str) -> Plan:
     """A resolved plan with other counts, given as `data=3 servers=2`; UsageError says why not."""
     if not can_resize(plan):
         why = "what a rank holds, no other rank does"
+        if plan.is_loose and plan.num_ranks_apart > 1:
+            why = "the ranks of a replica need one another in every step"
         if plan.fragments > 1:
             why = "its replicas agree on each fragment at another time, and never on all at once"
         elif plan.hosts > 1:

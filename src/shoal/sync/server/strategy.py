@@ -235,8 +235,9 @@ class ServerStrategy:
             if self._packing is not None:
                 self._packing.begin()
         if last:
-            # In a pipeline a gradient is complete only when the whole round is.
-            self.buckets.arm(self.gradient_sum, early=self.rounds.size == 1)
+            self.buckets.arm(
+                self.gradient_sum, early=self.rounds.size == 1
+            )  # else whole at its end
         self._around.last = last
         if self._speaks and not self._lazy_pull.is_complete:
             return self._lazy_pull.watch(self._around)
@@ -384,7 +385,8 @@ class ServerStrategy:
     def newcomer_state(self) -> ShardedState:
         """Parameters and buffers; and the settings that hooks have changed, since a worker sends
         them with its steps."""
-        self.wait_for_parameters()
+        if self._speaks:
+            self._lazy_pull.wait()  # not for its turn: as a newcomer others wait for it
         state = TrainState({}, self.attached.optimizer, {}).state_dict()
         for name, tensor in all_held(self.attached.model):
             state.tensors[f"model.{name}"] = slices_of(name, tensor, self.holding)
@@ -572,11 +574,9 @@ class ServerStrategy:
     def _pull(self, batch: int, meets: bool, waits: bool = True) -> None:
         """Take the parameters for a batch, as soon as it may be begun. A newcomer takes those of
         now: its seat may be ahead of the others, who wait for it."""
-        self._is_early = not waits
         if self._speaks:
             self._pull_own(batch, meets, waits)
-        else:
-            self._is_mixed = False
+        self._is_mixed, self._is_early = False, not waits
         self._spread()
 
     def _spread(self) -> None:
