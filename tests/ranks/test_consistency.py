@@ -70,7 +70,7 @@ def train(mesh: Mesh, plan: str, how: str, folder: str) -> str:
 
 PLANS = [
     "data=2 memory=apart",
-    "data=2 zero=1",
+    "data=2 zero=1 memory=apart",
     "data=2 zero=3",
     "data=2 local_steps=2",
     "data=2 local_steps=4 outer=nesterov",
@@ -92,7 +92,7 @@ def test_what_all_ranks_write_alike_is_theirs(pool: Pool, tmp_path, plan: str, h
     assert pool.run(train, 2, plan, how, str(tmp_path)) == ["", ""]
 
 
-@pytest.mark.parametrize("plan", ["data=2 memory=apart", "data=2 zero=2"])
+@pytest.mark.parametrize("plan", ["data=2 memory=apart", "data=2 zero=2 memory=apart"])
 def test_what_one_of_two_ranks_writes_alone_ends_the_run(pool: Pool, tmp_path, plan: str) -> None:
     told = pool.run(train, 2, plan, "one rank's weights", str(tmp_path))
     for words in told:

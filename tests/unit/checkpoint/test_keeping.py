@@ -206,9 +206,7 @@ class Spectrum(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 1)
-        if kind == "sparse buffer":
-            self.register_buffer("table", torch.eye(3).to_sparse())
-        elif kind == "parameter":
+        if kind == "parameter":
             self.table = nn.Parameter(torch.ones(2, dtype=torch.complex128), requires_grad=False)
         else:
             self.register_buffer("table", torch.ones(2, dtype=torch.complex128))
@@ -217,17 +215,11 @@ class Spectrum(nn.Module):
         return self.layer(inputs)
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"),
-    [
-        ("buffer", "table is complex128"),
-        ("parameter", "table is complex128"),
-        ("sparse buffer", "table is sparse_coo, not dense"),
-    ],
-)
-def test_a_model_that_no_checkpoint_can_hold(tmp_path: Path, kind: str, told: str) -> None:
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_a_model_that_no_checkpoint_can_hold(tmp_path: Path, kind: str) -> None:
     """Refused before the first step if checkpoints are asked for, and trained without otherwise."""
-    run, store = run_of(lambda: Spectrum(kind)), DirectoryStore(tmp_path)
+    told, run = "table is complex128", run_of(lambda: Spectrum(kind))
+    store = DirectoryStore(tmp_path)
     model = run.make_model()
     assert first_unsupported([*model.named_parameters(), *model.named_buffers()]) == told
     with pytest.raises(UsageError, match=told), trainer_of(run, store):

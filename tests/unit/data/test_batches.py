@@ -85,7 +85,7 @@ def test_nested_inputs_keep_their_form_within_a_window() -> None:
     source = tensors({"a": ids, "b": (ids + 1, ids + 2)}, ids)
     batches = Batches(source, batch_size=4, num_pieces=2)
     for step in range(10):
-        inputs, target, _, _ = batches.at(step).piece(1)
+        inputs, target, *_ = batches.at(step).piece(1)
         assert torch.equal(inputs["a"], target)
         assert isinstance(inputs["b"], tuple) and torch.equal(inputs["b"][1], target + 2)
 
