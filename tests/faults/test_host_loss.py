@@ -93,7 +93,7 @@ def test_the_others_go_on_at_once(begin: Begin, undisturbed_under, plan: str, ch
 @pytest.mark.parametrize(
     ("plan", "change", "recipe"),
     [
-        ("data=3 zero=2", "data 3 -> 2", "judged"),
+        ("data=3 zero=2 memory=apart", "data 3 -> 2", "judged"),
         pytest.param(
             "data=3 pipeline=2 microbatches=2", "data 3 -> 2", "judged", marks=pytest.mark.full
         ),
@@ -106,7 +106,7 @@ def test_all_begin_again_from_a_checkpoint_with_fewer(
     begin: Begin, undisturbed_under, plan: str, change: str, recipe: str
 ) -> None:
     """What a lost host held is held by no other."""
-    training = begin(plan, recipe=recipe, save=8)
+    training = begin(plan, recipe=recipe, save=16)
     lose_in(training, 1, step=20)
     trained = training.wait()
     check_same(trained, undisturbed_under(plan, recipe))
