@@ -309,10 +309,10 @@ def shoal_explain(pool: Pool, directory: Path, *words: str) -> Trained:
 
 
 def test_words_for_people(pool: Pool, tmp_path: Path) -> None:
-    plan = "data=2 zero=1 memory=apart"
+    plan = "data=2 zero=1 pieces=2 memory=apart"
     done = shoal_explain(pool, tmp_path, f"{TINY}:line", "--plan", plan)
     assert done.exit_code == 0, done.errors
-    assert done.output.startswith(f"{TINY}:line under 'data=2 zero=1 pieces=2 memory=apart': 2 ranks = data 2;")
+    assert done.output.startswith(f"{TINY}:line under '{plan}': 2 ranks = data 2;")
     for word in ("Memory of the rank that has most", "reduce-scatter", "are not predicted"):
         assert word in done.output
     assert "greeting" not in done.output, "what a recipe prints is kept out of the answer"
