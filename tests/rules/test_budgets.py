@@ -22,7 +22,7 @@ PACKAGE_LINES = {
     "data": 16150,
     "doctor": 350,
     "elastic": 3650,
-    "events": 2560,
+    "events": 2570,
     "formats": 2360,
     "inference": 750,
     "launch": 4250,
@@ -67,9 +67,10 @@ LARGE_CLASSES = {
     "OuterClient": (20, 16),
     "ServerStrategy": (42, 50),
     "ZeroSharded": (21, 19),
+    "RankLayout": (22, 15),  # what costs are asked of, each by its name
     "Checkpointer": (23, 18),
     "CustomLoop": (24, 12),
-    "Trainer": (23, 28),
+    "Trainer": (23, 29),
     "Replica": (9, 18),
     "SharedGroup": (26, 6),  # a method for each that torch calls
     "SharedRounds": (21, 7),  # a method for each operation

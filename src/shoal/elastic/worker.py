@@ -308,7 +308,7 @@ def _train(
 ) -> None:
     totals = StepTotals()
     record = run_dir / "metrics.jsonl"
-    scribe = MetricsWriter(record, lambda: trainer.writes_record, trackers, trainer.saves_after)
+    scribe = MetricsWriter(record, lambda: trainer.writes_record, trackers)
 
     def report_empty_step(info: StepInfo) -> None:
         if info.left_out == info.samples and trainer.writes_record:
@@ -345,7 +345,11 @@ def _train(
     own += more_hooks(trainer, run_dir)
     if trainer.loop is not None:
         trainer.callbacks.control.keep_images_in(run_dir / "images")
-    trainer.add_hooks(own, at_end=[end, scribe.end_trackers, send_last_spans, spent.flush])
+    trainer.add_hooks(
+        own,
+        at_end=[end, scribe.end_trackers, send_last_spans, spent.flush],
+        before_save=[scribe.before_save],
+    )
     try:
         with trainer:
             if trainer.writes_record:

@@ -28,32 +28,37 @@ FLUSH_S = 1.0  # the longest wait of a step with a checkpoint for the record
 
 
 class MetricsWriter:
-    """A hook of the trainer. `writes` says whether this rank is the one that writes now,
-    `saves_after` whether a checkpoint is made after a step."""
+    """A hook of the trainer, and one before its saves. `writes` says whether this rank is the one
+    that writes now."""
 
     def __init__(
         self,
         path: Path,
         writes: Callable[[], bool],
         trackers: Mapping[str, Callable[[], Sink]] = {},
-        saves_after: Callable[[int], bool] = lambda step: False,
     ):
         self._path = path
         self._writes = writes
         self._trackers = trackers
-        self._saves_after = saves_after
         self._recent: deque[StepInfo] = deque(maxlen=REMEMBERED)
         self._sinks: list[BackgroundSink] = []
         self._written = 0  # the last step that an earlier writer recorded
 
     def __call__(self, info: StepInfo) -> None:
+        if self._recent and self._recent[-1].step == info.step:
+            return  # it was saved, and so recorded before
         self._recent.append(info)
         if self._sinks:
             self._write(info)
         elif self._writes():
             self._take_over()
-        if self._sinks and self._saves_after(info.step):
-            self._sinks[0].flush(FLUSH_S)  # the record must not end before a checkpoint
+
+    def before_save(self, info: StepInfo) -> None:
+        """Record a step before its checkpoint is begun: who dies after that may be gone on from
+        there, and the record must not end earlier."""
+        self(info)
+        if self._sinks:
+            self._sinks[0].flush(FLUSH_S)
 
     def flush(self) -> None:
         """Write everything that is queued: another rank may write from now on."""

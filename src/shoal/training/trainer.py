@@ -89,6 +89,7 @@ class Trainer:
         self._unseen: StepInfo | None = None  # committed, and the caller does not know yet
         self._is_over = False  # all have ended
         self.end_hooks: list[Callable[[], None]] = []
+        self.save_hooks: list[Hook] = []
 
     @property
     def step(self) -> int:
@@ -181,11 +182,18 @@ class Trainer:
             except GroupLost as lost:
                 self.regroup(lost)
 
-    def add_hooks(self, hooks: Sequence[Hook], at_end: Sequence[Callable[[], None]] = ()) -> None:
-        """Call these too, with each committed step, after those there are; and some when all have
-        ended, while ranks can still talk."""
+    def add_hooks(
+        self,
+        hooks: Sequence[Hook],
+        at_end: Sequence[Callable[[], None]] = (),
+        before_save: Sequence[Hook] = (),
+    ) -> None:
+        """Call these too, with each committed step, after those there are; some when all have
+        ended, while ranks can still talk; and some before a step's checkpoint is begun, which may
+        be again, and before or after the others."""
         self.hooks += hooks
         self.end_hooks += at_end
+        self.save_hooks += before_save
 
     def stop(self) -> None:
         """End the loop of all ranks after the step that they are at; any rank may call it."""
@@ -357,6 +365,8 @@ class Trainer:
             return False
         if self.last_info.step == self.num_steps:
             self.consistency.check(self.num_steps)
+        for hook in self.save_hooks if self.saves_after(self.last_info.step) else ():
+            hook(self.last_info)
         return self.checkpointer.after_step(self, self.last_info)
 
     def _tell(self, info: StepInfo) -> StepInfo:

@@ -36,6 +36,20 @@ def test_only_the_scribe_writes(tmp_path: Path) -> None:
     assert record["times"]["compute"] == 1.0 and "norm" not in record
 
 
+def test_a_step_is_in_the_file_before_its_checkpoint_is_begun(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path, lambda: True)
+    for step in (1, 2):
+        writer(info(step))
+    writer.before_save(info(3))
+    assert steps(path) == [1, 2, 3]
+    writer.before_save(info(3))  # the save is begun again in another group
+    writer(info(3))
+    writer(info(4))
+    writer.close()
+    assert steps(path) == [1, 2, 3, 4]
+
+
 def test_another_takes_over_where_the_file_ends(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     dead = MetricsWriter(path, lambda: True)

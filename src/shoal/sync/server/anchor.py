@@ -38,7 +38,8 @@ class OuterSGD(torch.optim.Optimizer):
     element_wise = True
 
     def __init__(self, parameters: Iterable[Tensor], rule: OuterConfig, total: int = 1):
-        super().__init__(parameters, {"lr": rule.rate, "momentum": rule.momentum})
+        own = list(parameters) or [torch.empty(0)]  # a stage may train nothing; torch asks for one
+        super().__init__(own, {"lr": rule.rate, "momentum": rule.momentum})
         self.total = float(total)  # no setting: it is of the replicas that there are now
 
     @torch.no_grad()
@@ -80,7 +81,7 @@ class OuterSource:
             nn.Parameter(torch.empty_like(p, device="meta")): ParameterRun(name, p.shape)
             for name, p in anchor.named_parameters()
         }
-        optimizer = OuterSGD(list(alike) or [torch.empty(0)], rule)
+        optimizer = OuterSGD(alike, rule)
         for p, run in alike.items():
             if rule.momentum and MOMENTUM + run.name in source:
                 optimizer.state[p] = {_STATE: torch.empty_like(p)}

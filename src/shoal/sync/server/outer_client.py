@@ -158,7 +158,8 @@ class OuterClient(ServerStrategy):
     @torch.no_grad()
     def load_anchor(self) -> None:
         """Let the weights be the anchor."""
-        torch._foreach_copy_(self.weights, list(self.anchor.parameters()))
+        for weight, value in zip(self.weights, self.anchor.parameters(), strict=True):
+            weight.copy_(value)
 
     def requests_after(self, step: int, asked: RankRequests, replica: Group) -> RankRequests:
         """Whether all stop or meet after this end of a window. Every rank of a replica calls it."""
