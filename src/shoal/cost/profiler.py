@@ -9,7 +9,6 @@ Cost: seconds, and for a measured model its training memory once; then it comes 
 which knows a run by its model's structure and code, its batch and this machine.
 """
 
-import gc
 import hashlib
 import inspect
 import math
@@ -63,6 +62,7 @@ from shoal.plans.plan import Plan
 from shoal.storage.files import write_atomic
 from shoal.storage.run_dir import cache_directory
 from shoal.sync.host_state import why_apart
+from shoal.system.memory import loaded_is_frozen
 from shoal.training.build import refuse_unfit
 from shoal.training.evaluate import evaluated_samples
 from shoal.training.run import Run, call_model, make_batches
@@ -118,22 +118,15 @@ def sketch_run(run: Run, plan: Plan) -> Profile:
 
 @contextmanager
 def _as_a_rank() -> Iterator[None]:
-    """On one thread, and with what is loaded out of the collector's sight, whose walk over all of
-    it would count for one event. Random state, threads and the collector are put back."""
-    threads, was_frozen = torch.get_num_threads(), gc.get_freeze_count() > 0
+    """On one thread, without collections that would count for one event. Random state and threads
+    are put back."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    if not was_frozen:
-        gc.freeze()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), loaded_is_frozen():
             yield
     finally:
-        if not was_frozen:
-            gc.unfreeze()
         torch.set_num_threads(threads)
-
-
-# ---- the profile
 
 
 def _profile(run: Run, subject: Subject) -> Profile:

@@ -15,7 +15,10 @@ say, a fixed threshold would cost every step: free memory is given back in betwe
 """
 
 import ctypes
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LARGE = 2 << 20  # bytes; smaller blocks are kept as usual
 MOST_KEPT = 32 << 20  # of them, free at the heap's end
@@ -40,3 +43,17 @@ def disable_flight_recorder() -> None:
     """Call it before the first group of this process; a user's own setting is kept."""
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+
+
+@contextmanager
+def loaded_is_frozen() -> Iterator[None]:
+    """What there is already is out of the garbage collector's sight, which would walk over all of
+    it again and again."""
+    was_frozen = gc.get_freeze_count() > 0
+    if not was_frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()

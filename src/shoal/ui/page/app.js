@@ -68,7 +68,7 @@ function showList() {
   watch("", (listing) => {
     found = listing;
     canControl = listing.can_control;
-    setText(about, `${listing.directory} · ${listing.runs.length} run${listing.runs.length === 1 ? "" : "s"}`);
+    setText(about, `${listing.directory} · ${listing.runs.length} runs`);
     draw();
     fill(more, ...listing.problems.map((text) => h("div", { class: "card notice" }, text)), studiesOf(listing), queueOf(listing));
   });
